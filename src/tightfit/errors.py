@@ -1,0 +1,49 @@
+"""Errors that tightfit raises for its users, each with the exit code of the command line.
+
+A message says what happened, where (file, row, key) and what to do. Broken invariants of
+tightfit itself are assertions, not these.
+"""
+
+from __future__ import annotations
+
+
+class TightfitError(Exception):
+    """Something a user can act on; `str(error)` is the whole message."""
+
+    exit_code = 1
+
+
+class InputError(TightfitError, ValueError):
+    """Wrong arguments, configuration or data."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A key or value of the job is unknown, of the wrong type, out of range or contradicting."""
+
+
+class DataError(InputError):
+    """A data file is missing, broken or unusable."""
+
+
+class ModelNotFoundError(InputError):
+    """The model is neither a folder, nor in the catalogue, nor in the Hub cache."""
+
+
+class UnsupportedError(InputError):
+    """A combination that cannot work; the message names the nearest one that does."""
+
+
+class DoesNotFitError(TightfitError):
+    """No plan fits the limits.
+
+    Attributes:
+        missing_bytes: how much the closest plan lacks on the device tier.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes

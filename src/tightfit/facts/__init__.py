@@ -1,0 +1,1 @@
+"""What is given: the model, the machine, the job. Imports no torch."""

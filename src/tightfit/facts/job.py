@@ -1,0 +1,198 @@
+"""The job as a person writes it: one flat set of keys, for YAML files and for flags.
+
+The names are those of Hugging Face's TrainingArguments and of LLaMA-Factory where they have one.
+This is the only place where a key, its default and its description are written; flags, the
+documentation page and the error messages are made from it. `auto` leaves a choice to the planner.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from tightfit.units import parse_bytes
+
+Auto = Literal["auto"]
+
+
+def _bool_to_word(value: Any) -> Any:
+    """YAML reads a bare `true` as a boolean; the key's values are words."""
+    return {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+
+
+def _none_to_word(value: Any) -> Any:
+    """YAML reads `null` as None; both it and the word `none` mean no value."""
+    return "none" if value is None else value
+
+
+def _size(value: str) -> str:
+    if value not in ("auto", "none"):
+        parse_bytes(value)
+    return value
+
+
+ByteSize = Annotated[str, BeforeValidator(lambda v: str(_none_to_word(v))), AfterValidator(_size)]
+Placement = Annotated[Literal["auto", "none", "cpu"], BeforeValidator(_none_to_word)]
+
+
+class Job(BaseModel):
+    """All keys of a training job. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    # What to train
+    model_name_or_path: str = Field(
+        description="Folder with config.json and safetensors, or a name on the Hub."
+    )
+    finetuning_type: Literal["full", "lora"] = Field(
+        "full", description="Train all parameters, or low-rank adapters on a frozen base."
+    )
+    lora_rank: PositiveInt = Field(8, description="Rank of the adapters.")
+    lora_alpha: PositiveFloat | None = Field(
+        None, description="Scale of the adapters; twice the rank when not given."
+    )
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Dropout on the adapters' input."
+    )
+    lora_target: str = Field(
+        "all", description="Comma-separated module names to adapt, or `all` linear layers."
+    )
+
+    # Data
+    dataset: str | None = Field(None, description="Training rows: a .jsonl or .json file.")
+    eval_dataset: str | None = Field(
+        None, description="Held-out rows; without it `val_size` splits them off."
+    )
+    val_size: NonNegativeFloat = Field(
+        0.0, description="Held-out rows: a share below 1, or a number of rows."
+    )
+    cutoff_len: PositiveInt = Field(2048, description="Longest sequence, in tokens.")
+    overlong: Literal["drop", "truncate", "error"] = Field(
+        "truncate", description="What happens to a sample longer than `cutoff_len`."
+    )
+    preview: NonNegativeInt = Field(
+        0, description="Show this many samples with the trained tokens coloured."
+    )
+    sample_prompt: str | None = Field(
+        None, description="A question the model answers before and after training."
+    )
+    max_new_tokens: PositiveInt = Field(32, description="Longest answer to `sample_prompt`.")
+
+    # Batch and schedule
+    train_batch_size: PositiveInt | Auto = Field(
+        "auto",
+        description="Global batch: sequences per optimizer step "
+        "(= per_device_train_batch_size x gradient_accumulation_steps x ranks).",
+    )
+    per_device_train_batch_size: PositiveInt | Auto = Field(
+        "auto", description="Micro-batch: sequences per forward and backward."
+    )
+    gradient_accumulation_steps: PositiveInt | Auto = Field(
+        "auto", description="Micro-batches per optimizer step."
+    )
+    per_device_eval_batch_size: PositiveInt = Field(1, description="Sequences per evaluation.")
+    num_train_epochs: PositiveFloat = Field(3.0, description="Passes over the data.")
+    max_steps: int = Field(-1, ge=-1, description="Optimizer steps; -1: as many as the epochs.")
+    learning_rate: PositiveFloat = Field(5e-5, description="Highest learning rate.")
+    lr_scheduler_type: str = Field("linear", description="A schedule of transformers.")
+    warmup_steps: NonNegativeFloat = Field(
+        0, description="Steps of rising learning rate; below 1: a share of all steps."
+    )
+    optim: Literal["adamw"] = Field("adamw", description="Optimizer.")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="Decay of matrices; norms and biases have none."
+    )
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's beta 1.")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW's beta 2.")
+    adam_epsilon: PositiveFloat = Field(1e-8, description="AdamW's epsilon.")
+    max_grad_norm: NonNegativeFloat = Field(
+        1.0, description="Clip the exact global gradient norm to this; 0 does not clip."
+    )
+    seed: int = Field(42, description="Seed of data order, split and dropout.")
+
+    # Memory
+    memory_limit: ByteSize = Field(
+        "auto",
+        description="Most bytes on the device tier, like 900MiB; `auto`: what the device has; "
+        "`none`: no limit.",
+    )
+    host_memory_limit: ByteSize = Field(
+        "auto", description="Most bytes on the host tier; `auto`: the RAM that is available."
+    )
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="Type of parameters and computation."
+    )
+    gradient_checkpointing: Annotated[
+        Literal["auto", "true", "false"], BeforeValidator(_bool_to_word)
+    ] = Field("auto", description="Recompute each layer in backward instead of saving it.")
+    loss: Literal["auto", "chunked", "full"] = Field(
+        "auto", description="Cross-entropy in chunks of tokens, or from all logits at once."
+    )
+    offload_optimizer: Placement = Field(
+        "auto", description="`cpu`: gradients and optimizer states live on the host."
+    )
+    allow: list[Literal["lora"]] = Field(
+        default_factory=list, description="What the planner may change although it alters numbers."
+    )
+    plan: str | None = Field(None, description="Use this plan.yaml instead of planning.")
+
+    # Output
+    output_dir: str | None = Field(None, description="Folder of checkpoints, logs and report.")
+    overwrite_output_dir: bool = Field(False, description="Delete the run that is there first.")
+    resume: bool = Field(False, description="Continue from the last checkpoint in `output_dir`.")
+    logging_steps: PositiveInt = Field(1, description="Steps between lines of the log.")
+    eval_strategy: Annotated[Literal["no", "steps", "epoch"], BeforeValidator(
+        lambda v: "no" if v is False else v
+    )] = Field("no", description="When to evaluate besides before and after training.")
+    eval_steps: PositiveInt = Field(500, description="Steps between evaluations.")
+    save_strategy: Annotated[Literal["no", "steps", "epoch"], BeforeValidator(
+        lambda v: "no" if v is False else v
+    )] = Field("no", description="When to save besides after training.")
+    save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
+    save_total_limit: PositiveInt | None = Field(None, description="Checkpoints kept.")
+    save_only_model: bool = Field(
+        False, description="Leave the optimizer out of checkpoints; they cannot be resumed."
+    )
+
+    @model_validator(mode="after")
+    def _batch_sizes_agree(self) -> Job:
+        """DeepSpeed's identity, for one rank: global = micro x accumulation."""
+        total, micro, steps = (
+            self.train_batch_size,
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+        )
+        if total == "auto":
+            return self
+        for name, part in (
+            ("per_device_train_batch_size", micro),
+            ("gradient_accumulation_steps", steps),
+        ):
+            if part != "auto" and total % part:
+                raise ValueError(f"train_batch_size {total} is not a multiple of {name} {part}")
+        if micro != "auto" and steps != "auto" and total != micro * steps:
+            raise ValueError(
+                f"train_batch_size {total} != per_device_train_batch_size {micro} "
+                f"x gradient_accumulation_steps {steps}"
+            )
+        return self
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step; a part left to the planner counts as 1."""
+        if self.train_batch_size != "auto":
+            return self.train_batch_size
+        micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        return (1 if micro == "auto" else micro) * (1 if steps == "auto" else steps)

@@ -1,0 +1,43 @@
+"""The shape of the work: how long the sequences are and how many make one optimizer step.
+
+Knows nothing about models, machines or how the work is split; that is a plan's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one optimizer step and one evaluation must process.
+
+    Attributes:
+        sequence_length: tokens of the longest training sequence.
+        global_batch_size: sequences per optimizer step.
+        evaluation_sequence_length: tokens of the longest held-out sequence; 0 without evaluation.
+        evaluation_batch_size: sequences per evaluation forward.
+        generation_length: prompt and answer tokens of the longest sample that is generated;
+            0 without generation.
+    """
+
+    sequence_length: int
+    global_batch_size: int
+    evaluation_sequence_length: int = 0
+    evaluation_batch_size: int = 1
+    generation_length: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "global_batch_size", "evaluation_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("evaluation_sequence_length", "generation_length"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Upper bound of the tokens in one optimizer step (padding included)."""
+        return self.sequence_length * self.global_batch_size
