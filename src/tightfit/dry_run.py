@@ -1,0 +1,249 @@
+"""The real engine on fake tensors: what a job will allocate, without allocating it.
+
+A `FakeTensorMode` gives every tensor a shape and no storage; the ledger counts them as it counts
+real ones. Runs at full depth, or on two and three layers and then along a straight line: every
+part of a step (a section) allocates a + b x layers at its highest moment, so each section is
+extrapolated by itself and the highest is taken afterwards, wherever the peak moves. Middle layers
+lie on the line between the first and the last and are never above both.
+
+Knows the engine and the facts, not how a plan is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers.masking_utils
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from tightfit import ledger
+from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.engine.apply import fit
+from tightfit.engine.engine import Engine
+from tightfit.facts.workload import Workload
+from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
+from tightfit.policies import Policies, Tier
+
+SHALLOW = 2  # the first depth at which the first and the last layer differ
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Sections = dict[Section, dict[Tier, Kinds]]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found.
+
+    Attributes:
+        table: the exact counts, without margin.
+        trainable: number of parameters that get gradients.
+        frozen: number of parameters that do not.
+    """
+
+    table: MemoryTable
+    trainable: int
+    frozen: int
+
+
+def dry_run(
+    config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool = False
+) -> DryRun:
+    """The bill of one job on one rank, without margin.
+
+    Args:
+        config: of a causal language model of transformers.
+        full_depth: run all layers instead of extrapolating from two and three.
+
+    Raises:
+        UnsupportedError: the engine cannot apply a policy to this model.
+    """
+    depth = config.num_hidden_layers
+    if full_depth or depth <= SHALLOW + 1:
+        sections, counts = _run(config, policies, workload)
+        return DryRun(table_of_sections(sections), *counts)
+    two, counts_two = _run(_with_depth(config, SHALLOW), policies, workload)
+    three, counts_three = _run(_with_depth(config, SHALLOW + 1), policies, workload)
+    sections = {
+        section: {tier: _extrapolate(two[section][tier], three[section][tier], depth)
+                  for tier in Tier}
+        for section in two
+    }
+    counts = [_line(a, b, depth) for a, b in zip(counts_two, counts_three, strict=True)]
+    return DryRun(table_of_sections(sections), *counts)
+
+
+def load_config(config: dict[str, Any]) -> PretrainedConfig:
+    """A transformers config from the content of a config.json."""
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    return AutoConfig.for_model(config["model_type"], **fields)
+
+
+def _line(at_two: int, at_three: int, depth: int) -> int:
+    return at_two + (depth - SHALLOW) * (at_three - at_two)
+
+
+def _extrapolate(two: Kinds, three: Kinds, depth: int) -> Kinds:
+    kinds = {kind: _line(two.get(kind, 0), three.get(kind, 0), depth) for kind in Kind}
+    return {kind: count for kind, count in kinds.items() if count}
+
+
+def _with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    fields = config.to_dict()
+    fields["num_hidden_layers"] = layers
+    if isinstance(fields.get("layer_types"), list):
+        fields["layer_types"] = fields["layer_types"][:layers]
+    return load_config(fields)
+
+
+def _run(
+    config: PretrainedConfig, policies: Policies, workload: Workload
+) -> tuple[Sections, tuple[int, int]]:
+    """One optimizer step, one evaluation and one generation on fake tensors."""
+    with _no_packing_check(), _no_module_moves(), FakeTensorMode(), _ReadsAreOne():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[policies.precision.parameters], attn_implementation="sdpa"
+        )
+        layers = decoder_layers(model)
+        with Ledger() as counting:
+            counting.adopt(model)
+            engine = fit(model, policies)
+            _follow_layers(layers, counting)
+            _train_step(engine, policies, workload)
+            _evaluate(engine, workload)
+            _generate(engine, workload)
+        parameters = list(engine.model.parameters())
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    return counting.sections(), (trainable, frozen)
+
+
+def _train_step(engine: Engine, policies: Policies, workload: Workload) -> None:
+    """The second micro-batch already sees what accumulates, so two stand for any number."""
+    for _ in range(min(policies.batch.accumulation_steps, 2)):
+        input_ids, labels = fake_batch(policies.batch.micro_batch_size, workload.sequence_length)
+        loss = engine.loss(input_ids, labels, workload.tokens_per_step)
+        engine.backward(loss)
+        del loss
+    engine.step()
+
+
+def _evaluate(engine: Engine, workload: Workload) -> None:
+    if workload.evaluation_sequence_length:
+        input_ids, labels = fake_batch(
+            workload.evaluation_batch_size, workload.evaluation_sequence_length
+        )
+        engine.evaluation_loss(input_ids, labels)
+
+
+@torch.no_grad()
+def _generate(engine: Engine, workload: Workload) -> None:
+    """The last token of the longest sample: all others are in the cache, which grows by one."""
+    if not workload.generation_length:
+        return
+    with ledger.phase(Phase.EVAL):
+        engine.model.eval()
+        prompt, _ = fake_batch(1, workload.generation_length - 1)
+        cache = engine.model(input_ids=prompt, use_cache=True, logits_to_keep=1).cache
+        engine.model(input_ids=prompt[:, :1], cache=cache, use_cache=True)
+        engine.model.train()
+
+
+def fake_batch(batch_size: int, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and labels `[batch, seq]`, booked as the training loop books them."""
+    with ledger.labelled(Kind.BUFFERS):
+        shape = (batch_size, sequence_length)
+        return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of the model's repeated layers."""
+    depth = model.config.num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise AssertionError(f"{type(model).__name__} has no list of {depth} layers")
+
+
+def _follow_layers(layers: nn.ModuleList, counting: Ledger) -> None:
+    """Open a section of the ledger at each layer, in forward and in backward."""
+    last = len(layers) - 1
+    for index, layer in enumerate(layers):
+        name = "first layer" if index == 0 else "last layer" if index == last else "middle layers"
+        layer.register_forward_pre_hook(_enter(counting, name))
+        layer.register_forward_hook(_leave(counting, name, is_last=index == last))
+
+
+def _enter(counting: Ledger, name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        phase = counting.section[0]
+        counting.set_section(phase, name)
+        if phase is Phase.FORWARD and name == "first layer" and inputs:
+            _when_gradient_arrives(inputs[0], counting, "embedding")
+
+    return hook
+
+
+def _leave(counting: Ledger, name: str, *, is_last: bool) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        phase = counting.section[0]
+        if phase is Phase.BACKWARD:  # a checkpointed layer that is being recomputed
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        if phase is Phase.FORWARD:
+            _when_gradient_arrives(hidden, counting, name)
+        if is_last:
+            counting.set_section(phase, "head")
+
+    return hook
+
+
+def _when_gradient_arrives(tensor: torch.Tensor, counting: Ledger, name: str) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        counting.set_section(Phase.BACKWARD, name)
+
+    if tensor.requires_grad:
+        tensor.register_hook(hook)
+
+
+class _ReadsAreOne(TorchDispatchMode):
+    """Where a program reads a value of a fake tensor it gets one: finite, true, positive."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer `item()` and `bool()`; leave everything else to the fake mode below."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype is torch.bool else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_packing_check() -> Iterator[None]:
+    """Transformers looks at position ids to find packed samples; fake ones cannot be looked at.
+
+    tightfit's batches are not packed, for which the real check answers None as well.
+    """
+    original = transformers.masking_utils.find_packed_sequence_indices
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        transformers.masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
+def _no_module_moves() -> Iterator[None]:
+    """`Module.to` swaps parameters, which fake ones refuse; here all are where they belong."""
+    original = nn.Module.to
+    nn.Module.to = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.to = original  # type: ignore[method-assign]

@@ -1,0 +1,244 @@
+"""Cross-entropy from hidden states in chunks of tokens, so that all logits never exist at once.
+
+The logits of a chunk turn into its gradients in place and in the same pass, as in Liger Kernel
+(https://arxiv.org/abs/2410.10989): forward leaves the gradients of hidden states and weight
+behind and backward hands them out. The model's forward stays the way in: called with labels, its
+output layer passes hidden states through and its loss function works on them; called without
+labels, it is what it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tightfit import ledger
+from tightfit.bill.table import Kind
+from tightfit.errors import UnsupportedError
+from tightfit.policies import LossKind, LossPolicy
+
+IGNORED = -100
+# Keys of configs whose models change the logits between the output layer and the loss.
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> None:
+    """Make `model(..., labels=...)` compute its loss as the policy says.
+
+    Raises:
+        UnsupportedError: the model has no output layer that a chunked loss can take over.
+    """
+    head = model.get_output_embeddings()
+    if policy.kind is LossKind.FULL:
+        if head is not None:
+            head.register_forward_hook(_mark_logits)
+        return
+    transform = next((key for key in _LOGIT_TRANSFORMS if changes_logits(model.config, key)), None)
+    if transform is not None or type(head) is not nn.Linear:
+        reason = f"its config has {transform}" if transform else f"its output layer is {type(head)}"
+        raise UnsupportedError(f"chunked loss does not work for this model: {reason}; "
+                               "set loss: full")
+    _take_over_forward(model, head, policy.chunk_tokens)
+
+
+def changes_logits(config: PretrainedConfig, key: str) -> bool:
+    """Whether the config's `key` makes the model change logits before the loss."""
+    return getattr(config, key, None) not in (None, 1, 1.0)
+
+
+def supports_chunked_loss(config: PretrainedConfig) -> bool:
+    """Whether models of this config leave logits alone, as far as the config tells."""
+    return not any(changes_logits(config, key) for key in _LOGIT_TRANSFORMS)
+
+
+def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: int) -> None:
+    plain_forward = model.forward
+
+    @functools.wraps(plain_forward)
+    def forward(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return plain_forward(*args, **kwargs)
+        with _passing_through(head):
+            output = plain_forward(*args, labels=labels, **kwargs)
+        output.logits = None
+        return output
+
+    def loss_function(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return chunked_causal_loss(
+            logits, labels, head, chunk_tokens, kwargs.get("num_items_in_batch")
+        )
+
+    model.forward = forward
+    model.loss_function = loss_function
+
+
+@contextmanager
+def _passing_through(head: nn.Linear) -> Iterator[None]:
+    """The output layer returns its input inside."""
+    head.forward = _identity  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _identity(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def chunked_causal_loss(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    head: nn.Linear,
+    chunk_tokens: int,
+    trained_tokens: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean next-token cross-entropy over the labels that are not -100.
+
+    Args:
+        hidden: `[batch, seq, hidden]`, what the output layer would receive.
+        labels: `[batch, seq]`; position i is trained to predict label i + 1.
+        head: the output layer, `[vocab, hidden]`.
+        chunk_tokens: positions whose logits live at the same time.
+        trained_tokens: divisor of the sum; the count of these labels when None.
+    """
+    targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+    divisor = (targets != IGNORED).sum() if trained_tokens is None else trained_tokens
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    with_gradients = torch.is_grad_enabled() and (flat.requires_grad or head.weight.requires_grad)
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+        flat, head.weight, head.bias, targets, divisor, chunk_tokens, with_gradients
+    )
+    return loss
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies over `divisor`, gradients computed in forward.
+
+    Gradients of weight and bias add up over chunks in fp32 whatever the weight's type, so that
+    the number of chunks does not change their rounding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        divisor: int | torch.Tensor,
+        chunk_tokens: int,
+        with_gradients: bool,
+    ) -> torch.Tensor:
+        """See `chunked_causal_loss`; `hidden` is `[tokens, hidden]`, `targets` `[tokens]`."""
+        gradients = _Gradients.empty(ctx, hidden, weight, bias) if with_gradients else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            piece = slice(start, start + chunk_tokens)
+            loss += _chunk(hidden, weight, bias, targets[piece], piece, divisor, gradients)
+        ctx.gradients = gradients
+        ctx.weight_dtype = weight.dtype
+        return loss / divisor
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, loss_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Hand out the gradients that forward made, times `loss_grad`, in place."""
+        gradients: _Gradients | None = ctx.gradients
+        assert gradients is not None, "backward through the same chunked loss twice"
+        ctx.gradients = None
+        scaled = [
+            None if gradient is None else gradient.mul_(loss_grad).to(ctx.weight_dtype)
+            for gradient in (gradients.hidden, gradients.weight, gradients.bias)
+        ]
+        return (*scaled, None, None, None, None)
+
+
+@dataclass
+class _Gradients:
+    """What forward leaves for backward; None where no gradient is wanted."""
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @classmethod
+    def empty(
+        cls, ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> _Gradients:
+        """Space for the gradients that `ctx` says are wanted."""
+        wanted = ctx.needs_input_grad
+        fp32 = torch.float32
+        with ledger.labelled(Kind.GRADIENTS):
+            return cls(
+                torch.empty_like(hidden) if wanted[0] else None,
+                torch.zeros_like(weight, dtype=fp32) if wanted[1] else None,
+                torch.zeros_like(bias, dtype=fp32) if bias is not None and wanted[2] else None,
+            )
+
+
+def _chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    piece: slice,
+    divisor: int | torch.Tensor,
+    gradients: _Gradients | None,
+) -> torch.Tensor:
+    """The summed loss of one chunk; its logits are gone when this returns."""
+    logits = nn.functional.linear(hidden[piece], weight, bias).float()
+    ledger.mark(logits, Kind.LOGITS)
+    loss = _losses_to_probabilities(logits, targets)
+    if gradients is None:
+        return loss
+    _to_logit_gradients(logits, targets, divisor)
+    if gradients.bias is not None:
+        gradients.bias += logits.sum(0)
+    narrow = logits.to(weight.dtype)
+    if gradients.hidden is not None:
+        torch.mm(narrow, weight, out=gradients.hidden[piece])
+    if gradients.weight is not None:
+        _add_product(gradients.weight, narrow, hidden[piece])
+    return loss
+
+
+def _losses_to_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of cross-entropies over targets that are not ignored; `logits` become probabilities."""
+    index = targets.clamp(min=0).unsqueeze(1)
+    logits -= logits.amax(dim=1, keepdim=True)
+    at_target = logits.gather(1, index).squeeze(1)
+    logits.exp_()
+    normaliser = logits.sum(dim=1)
+    logits /= normaliser.unsqueeze(1)
+    return torch.where(targets == IGNORED, 0.0, normaliser.log() - at_target).sum()
+
+
+def _to_logit_gradients(
+    probabilities: torch.Tensor, targets: torch.Tensor, divisor: int | torch.Tensor
+) -> None:
+    """(probability - one-hot) / divisor in place, zero where the target is ignored."""
+    trained = (targets != IGNORED).unsqueeze(1)
+    index = targets.clamp(min=0).unsqueeze(1)
+    probabilities.scatter_add_(1, index, probabilities.new_full(index.shape, -1.0))
+    probabilities *= trained / divisor
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left.T @ right`; without a temporary where the types agree."""
+    if total.dtype is left.dtype:
+        total.addmm_(left.T, right)
+    else:
+        total += left.T @ right
+
+
+def _mark_logits(module: nn.Module, inputs: Any, logits: torch.Tensor) -> None:
+    ledger.mark(logits, Kind.LOGITS)

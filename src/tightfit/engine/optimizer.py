@@ -1,0 +1,156 @@
+"""AdamW whose states live on the tier the plan names, with exact clipping by the global norm.
+
+The update is torch's own fused AdamW and the order of operations is that of `clip_grad_norm_`
+followed by `torch.optim.AdamW(fused=True)`, so both give the same bits. Where the update cannot
+run on the parameter itself (16 bits wide, or another tier), an fp32 master lives with the states.
+Knows nothing of models or of how gradients got where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from tightfit import ledger
+from tightfit.bill.table import Kind
+from tightfit.engine.transfer import Transfer
+from tightfit.policies import OptimizerPolicy, Tier
+
+Gradients = Mapping[nn.Parameter, torch.Tensor]
+
+
+class PlacedAdamW(torch.optim.Optimizer):
+    """AdamW (https://arxiv.org/abs/1711.05101) on the device or on the host.
+
+    States are created here and now, in place on their tier, so that the first step needs no more
+    memory than the others. Learning-rate schedulers of torch and transformers accept it.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        policy: OptimizerPolicy,
+        tier: Tier,
+        transfer: Transfer,
+    ) -> None:
+        self._tier = tier
+        self._transfer = transfer
+        self._max_grad_norm = policy.max_grad_norm
+        super().__init__(
+            _decay_groups(parameters, policy.weight_decay),
+            {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon},
+        )
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = self._initial_state(parameter)
+
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        device = parameter.device if self._tier is Tier.DEVICE else torch.device("cpu")
+        state: dict[str, torch.Tensor] = {}
+        if self._tier is not Tier.DEVICE or parameter.dtype is not torch.float32:
+            state["master"] = self._master(parameter)
+        # Moments never travel, so on the host they need not be page-locked.
+        with ledger.labelled(Kind.OPTIMIZER_STATES, self._tier):
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=device)
+        return state
+
+    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
+        if self._tier is Tier.DEVICE:
+            with ledger.labelled(Kind.MASTER_WEIGHTS, Tier.DEVICE):
+                return parameter.detach().to(torch.float32)
+        master = self._transfer.empty_on_host(parameter, Kind.MASTER_WEIGHTS, torch.float32)
+        self._transfer.copy(master, parameter.detach())
+        self._transfer.wait()
+        return master
+
+    @torch.no_grad()
+    def step(self, gradients: Gradients) -> torch.Tensor:  # type: ignore[override]
+        """Clip and apply `gradients`, which are consumed; returns their global norm before it.
+
+        Args:
+            gradients: by parameter, on the optimizer's tier, in the order of
+                `model.parameters()`. Parameters without one are left as they are.
+
+        A norm that is not finite leaves parameters and states untouched.
+        """
+        self._transfer.wait()
+        values = list(gradients.values())
+        with ledger.labelled(Kind.TEMPORARIES, self._tier):
+            norm = nn.utils.get_total_norm(values)
+            if not bool(torch.isfinite(norm)):
+                return norm
+            if self._max_grad_norm:
+                _clip(values, self._max_grad_norm, norm)
+            for group in self.param_groups:
+                present = [p for p in group["params"] if p in gradients]
+                for batch in _batches(present):
+                    self._update(group, batch, [gradients[p] for p in batch])
+        self._transfer.wait()
+        return norm
+
+    def _update(
+        self, group: dict[str, Any], batch: list[nn.Parameter], gradients: list[torch.Tensor]
+    ) -> None:
+        """Apply AdamW to one batch of parameters and send the results to the device."""
+        states = [self.state[p] for p in batch]
+        adamw(
+            [state.get("master", p) for state, p in zip(states, batch, strict=True)],
+            [gradient.to(torch.float32) for gradient in gradients],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        for parameter, state, gradient in zip(batch, states, gradients, strict=True):
+            if "master" in state:
+                self._publish(parameter, state["master"], gradient)
+
+    def _publish(
+        self, parameter: nn.Parameter, master: torch.Tensor, spent: torch.Tensor
+    ) -> None:
+        """Copy a master into its parameter; 16-bit values travel through the spent gradient."""
+        if self._tier is Tier.DEVICE:
+            parameter.copy_(master)
+        elif master.dtype is parameter.dtype:
+            self._transfer.copy(parameter.detach(), master)
+        else:
+            self._transfer.copy(parameter.detach(), spent.copy_(master))
+
+
+def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases, which have one dimension, do not."""
+    everything = list(parameters)
+    groups = [
+        {"params": [p for p in everything if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in everything if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _batches(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """All at once where gradients are applied as they are; one by one where each is upcast first,
+    so that only one fp32 gradient lives at a time."""
+    if all(p.dtype is torch.float32 for p in parameters):
+        return [parameters] if parameters else []
+    return [[p] for p in parameters]
+
+
+def _clip(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """The factor of `torch.nn.utils.clip_grad_norm_`, same constant and order."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)

@@ -1,0 +1,289 @@
+"""Live bytes by kind and tier, measured on a running program; enforces limits on the CPU.
+
+A `TorchDispatchMode` that sees every operation, counts each new storage once and follows it to its
+end with a weak reference. It works the same on real and on fake tensors, so the dry run and the
+measurement are one piece of code. On the CPU, which has one memory, it gives programs a `device`
+tier: storages are on the device unless marked otherwise.
+
+It sees what operations return, not what a kernel allocates inside itself, and knows nothing of
+models, plans or training; those call `mark`, `labelled` and `set_phase`, which do nothing while no
+ledger is active. Costs about 10% of CPU time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.policies import Tier
+from tightfit.units import format_bytes
+
+Section = tuple[Phase, str]
+Kinds = dict[Kind, int]
+
+_active: Ledger | None = None
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A live storage; `reference` keeps the callback that ends it."""
+
+    count_bytes: int
+    kind: Kind
+    tier: Tier
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+@dataclass
+class _Peak:
+    total_bytes: int = 0
+    kinds: Kinds | None = None
+
+
+class Ledger(TorchDispatchMode):
+    """Counts while it is entered; use it as a context manager around load, init and training.
+
+    Args:
+        device: the accelerator; storages elsewhere are on the host tier.
+        limits: most bytes per tier. Crossing one raises `torch.OutOfMemoryError` out of the
+            operation that allocated, as a card would.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        limits: dict[Tier, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._device_type = (device or torch.device("cpu")).type
+        self.limits = dict(limits or {})
+        self._storages: dict[int, _Storage] = {}
+        self._now: dict[Tier, Kinds] = {tier: dict.fromkeys(Kind, 0) for tier in Tier}
+        self._totals: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._peaks: dict[Section, dict[Tier, _Peak]] = {}
+        self._section: Section = (Phase.LOAD, "")
+        self._label: tuple[Kind, Tier] | None = None
+        self._operation = "start"
+        self._outer: Ledger | None = None
+        self._open_section()
+
+    def __enter__(self) -> Self:
+        global _active
+        self._outer, _active = _active, self
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _active
+        _active = self._outer
+        super().__exit__(kind, error, trace)
+
+    # What was counted
+
+    def total_bytes(self, tier: Tier) -> int:
+        """Bytes that live on `tier` now."""
+        return self._totals[tier]
+
+    def kinds(self, tier: Tier) -> Kinds:
+        """Bytes that live on `tier` now, by kind."""
+        return {kind: count for kind, count in self._now[tier].items() if count}
+
+    def peak_bytes(self, tier: Tier) -> int:
+        """Highest total of `tier` so far."""
+        return max(peaks[tier].total_bytes for peaks in self._peaks.values())
+
+    def sections(self) -> dict[Section, dict[Tier, Kinds]]:
+        """Kinds at the peak of every (phase, section) and tier."""
+        return {
+            section: {tier: dict(peak.kinds or {}) for tier, peak in peaks.items()}
+            for section, peaks in self._peaks.items()
+        }
+
+    @property
+    def section(self) -> Section:
+        """The phase, and the part of it, that is being counted."""
+        return self._section
+
+    def table(self) -> MemoryTable:
+        """The measured table, to lay beside a bill."""
+        return table_of_sections(self.sections())
+
+    # What callers say
+
+    def adopt(self, module: nn.Module) -> None:
+        """Count a module's parameters, gradients and buffers that were made before or elsewhere."""
+        for parameter in module.parameters():
+            self.mark(parameter, Kind.PARAMETERS)
+            if parameter.grad is not None:
+                self.mark(parameter.grad, Kind.GRADIENTS)
+        for buffer in module.buffers():
+            self.mark(buffer, Kind.BUFFERS)
+
+    def mark(self, tensor: torch.Tensor, kind: Kind, tier: Tier | None = None) -> None:
+        """Say what a tensor's storage is for and where it lives; counts it when unseen."""
+        storage = tensor.untyped_storage()
+        record = self._storages.get(storage._cdata)
+        if record is None:
+            self._follow(storage, kind, tier or self._home(tensor))
+            return
+        size = record.count_bytes
+        self._add(record, -size)
+        record.kind, record.tier = kind, tier or record.tier
+        self._add(record, size)
+
+    def set_section(self, phase: Phase, section: str = "") -> Section:
+        """Begin a phase, or a part of one; returns the one before."""
+        before, self._section = self._section, (phase, section)
+        self._open_section()
+        return before
+
+    @contextmanager
+    def labelled(self, kind: Kind, tier: Tier | None) -> Iterator[None]:
+        """New storages inside are of `kind`, and on `tier` when given."""
+        before = self._label
+        self._label = (kind, tier or self._default_tier())
+        try:
+            yield
+        finally:
+            self._label = before
+
+    # Counting
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, then count the storages it made."""
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or func.namespace in ("prim", "profiler"):
+            return out
+        self._operation = func
+        self._see(out)
+        return out
+
+    def _see(self, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            storage = out.untyped_storage()
+            if storage._cdata not in self._storages:
+                kind, tier = self._label or (self._default_kind(), self._home(out))
+                self._follow(storage, kind, tier)
+        elif isinstance(out, list | tuple):
+            for item in out:
+                self._see(item)
+
+    def _follow(self, storage: torch.UntypedStorage, kind: Kind, tier: Tier) -> None:
+        key = storage._cdata
+        record = _Storage(storage.nbytes(), kind, tier)
+
+        def ended(_: object) -> None:
+            self._storages.pop(key, None)
+            self._add(record, -record.count_bytes)
+
+        record.reference = weakref.ref(storage, ended)
+        self._storages[key] = record
+        self._add(record, record.count_bytes)
+
+    def _add(self, record: _Storage, change: int) -> None:
+        """Book `change` bytes and the peak they make.
+
+        Raises:
+            torch.OutOfMemoryError: the tier's limit is crossed.
+        """
+        tier = record.tier
+        self._now[tier][record.kind] += change
+        total = self._totals[tier] = self._totals[tier] + change
+        if change <= 0:
+            return
+        peak = self._peaks[self._section][tier]
+        if total > peak.total_bytes:
+            peak.total_bytes, peak.kinds = total, self._now[tier].copy()
+        limit = self.limits.get(tier)
+        if limit is not None and total > limit:
+            raise torch.OutOfMemoryError(
+                f"{tier} tier over its limit: {format_bytes(total)} > {format_bytes(limit)} after "
+                f"{format_bytes(change)} of {record.kind} in {self._operation} "
+                f"({self._section[0]})"
+            )
+
+    def _open_section(self) -> None:
+        """What lives when a section begins is a part of its peak."""
+        peaks = self._peaks.setdefault(self._section, {tier: _Peak() for tier in Tier})
+        for tier, peak in peaks.items():
+            if self._totals[tier] > peak.total_bytes:
+                peak.total_bytes, peak.kinds = self._totals[tier], self._now[tier].copy()
+
+    def _home(self, tensor: torch.Tensor) -> Tier:
+        return Tier.DEVICE if tensor.device.type == self._device_type else Tier.HOST
+
+    def _default_tier(self) -> Tier:
+        return Tier.DEVICE
+
+    def _default_kind(self) -> Kind:
+        """In forward with gradients on, what is made is presumed to be kept for backward."""
+        keeps = torch.is_grad_enabled() and self._section[0] is Phase.FORWARD
+        return Kind.ACTIVATIONS if keeps else Kind.TEMPORARIES
+
+
+def table_of_sections(sections: dict[Section, dict[Tier, Kinds]]) -> MemoryTable:
+    """The highest section of every phase and tier."""
+    peaks: dict[Phase, dict[Tier, Kinds]] = defaultdict(dict)
+    for (phase, _), tiers in sections.items():
+        for tier, kinds in tiers.items():
+            best = peaks[phase].get(tier)
+            if best is None or sum(kinds.values()) > sum(best.values()):
+                peaks[phase][tier] = kinds
+    return MemoryTable(dict(peaks))
+
+
+def active() -> Ledger | None:
+    """The innermost ledger that is counting, if any."""
+    return _active
+
+
+def mark(tensor: torch.Tensor, kind: Kind, tier: Tier | None = None) -> None:
+    """`Ledger.mark` of the active ledger, if any."""
+    if _active is not None:
+        _active.mark(tensor, kind, tier)
+
+
+@contextmanager
+def labelled(kind: Kind, tier: Tier | None = None) -> Iterator[None]:
+    """`Ledger.labelled` of the active ledger, if any."""
+    if _active is None:
+        yield
+        return
+    with _active.labelled(kind, tier):
+        yield
+
+
+def set_phase(phase: Phase) -> None:
+    """Begin `phase` in the active ledger, if any."""
+    if _active is not None:
+        _active.set_section(phase)
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """The phase `name` inside, the one before again afterwards."""
+    ledger = _active
+    if ledger is None:
+        yield
+        return
+    before = ledger.set_section(name)
+    try:
+        yield
+    finally:
+        ledger.set_section(*before)

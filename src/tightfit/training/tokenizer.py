@@ -1,0 +1,69 @@
+"""Loads a model's tokenizer. Knows where one may lie; does not know data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tightfit.errors import ModelNotFoundError
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder, or of a name on the Hub; it always has a pad token.
+
+    Code that comes with a model is never run. Without a pad token the end-of-text token pads:
+    padding carries no label, so what stands there does not matter.
+
+    Raises:
+        ModelNotFoundError: there is none, or it cannot be loaded.
+    """
+    name = str(path)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        _check_folder(folder)
+    elif folder.exists() or not _is_hub_name(name):
+        raise ModelNotFoundError(
+            f"no tokenizer for {name!r}: {folder.absolute()} is not a folder, and it is no name "
+            "on the Hub; name a folder that holds " + " or ".join(_FILES)
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else name, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        where = str(folder) if folder.is_dir() else f"the Hub and its cache {_hub_cache()}"
+        raise ModelNotFoundError(
+            f"no tokenizer for {name!r}: looked for {', '.join(_FILES)} in {where}: {error}"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = (
+            tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+        )
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def _check_folder(folder: Path) -> None:
+    if not any((folder / file).is_file() for file in _FILES):
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+        raise ModelNotFoundError(
+            f"no tokenizer in {folder}: looked for {', '.join(_FILES)}, found {found}; "
+            "copy the model's tokenizer files there"
+        )
+
+
+def _is_hub_name(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _hub_cache() -> str:
+    return str(constants.HF_HUB_CACHE)
