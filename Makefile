@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 demo: $(STAMP)
 	$(BIN)/python examples/make_demo_model.py
 	$(BIN)/python examples/make_demo_data.py
-	$(BIN)/tightfit train examples/demo.yaml $(ARGS)
+	$(BIN)/tightfit train examples/demo.yaml --overwrite_output_dir $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/ruff format --check .

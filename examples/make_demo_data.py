@@ -31,7 +31,7 @@ _SECTION_FORMS = (
 _DETAIL_FORMS = (
     "In the section on {}, what does the Python reference say about {}?",
     "For {} in Python, how is {} explained?",
-    "What has {} in Python to do with {}?",
+    "What is the connection between {} and {} in Python?",
 )
 _MORE_FORMS = (
     "What else does the Python language reference say about {}?",
@@ -53,7 +53,7 @@ _NOT_PROSE = re.compile(
     r"\s|[*+|>\[(]|\d+\.|Changed in|New in|Added in|Deprecated|Removed in|Note|See also|Warning"
     r"|Example|\.\. |-"
 )
-_TERM = re.compile(r'"[\w.]+(?:\(\))?"')
+_TERM = re.compile(r'"[A-Za-z_][\w.]{2,}(?:\(\))?"')
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ def _entry(match: re.Match[str], paragraphs: tuple[str, ...]) -> Passage:
 
 def _subject(heading: str) -> str:
     """A heading as it reads inside a sentence: `The "if" statement` -> `the "if" statement`."""
-    words = heading.replace("*", '"').split(" — ")[0]
+    words = re.sub(r"\*(\w+)\*", r'"\1"', heading).split(" — ")[0]
     if re.fullmatch(r"__\w+__|None|NotImplemented|Ellipsis", words):
         return f'"{words}"'
     if words.startswith('"') and words.endswith((" clause", " statement")):
         return f"the {words}"
-    return words if words[1:2].isupper() or words[1:2] == "/" else words[0].lower() + words[1:]
+    return re.sub(r'(?<![\w".])(?!Python|Boolean)[A-Z][a-z]+', lambda word: word[0].lower(), words)
 
 
 def _prose(blocks: Iterable[str]) -> list[str]:
@@ -180,31 +180,36 @@ def _clean(block: str) -> str:
     text = re.sub(r"(?<=\w)-\n(?=\w)", "-", block)
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r" ?\[\d+\]", "", text)
-    text = re.sub(r"\*(\w[^*\s]*)\*", r"\1", text)
+    text = re.sub(r"(?<![\w\"*'])\*(\w(?:[^*\"]*\w)?)\*(?![\w*])", r"\1", text)
     return re.sub(r'""([^"]+)""', r'"\1"', text).strip()
 
 
 def _pairs(passages: Iterable[Passage]) -> Iterator[tuple[str, str]]:
-    forms = {
-        "section": cycle(_SECTION_FORMS),
-        "call": cycle(_CALL_FORMS),
-        "name": cycle(_NAME_FORMS),
-    }
+    """Questions with their answers; no question comes twice."""
+    forms = {"section": _SECTION_FORMS, "call": _CALL_FORMS, "name": _NAME_FORMS}
+    first = {kind: cycle(texts) for kind, texts in forms.items()}
     details, more = cycle(_DETAIL_FORMS), cycle(_MORE_FORMS)
     asked: set[str] = set()
     for passage in passages:
+        named = passage.subject
         for index, answer in enumerate(_answers(passage.paragraphs)):
-            question = next(forms[passage.kind]).format(passage.subject)
-            if index:
-                term = _TERM.search(answer)
-                question = (
-                    next(details).format(passage.subject, term[0])
-                    if term and term[0] not in passage.subject
-                    else next(more).format(passage.subject)
-                )
+            term = _new_term(answer, named)
+            if index == 0:
+                question = next(first[passage.kind]).format(passage.subject)
+            elif term is None:
+                question = next(more).format(passage.subject)
+            else:
+                question = next(details).format(passage.subject, term)
+                named += term
             if question not in asked:
                 asked.add(question)
                 yield question, answer
+
+
+def _new_term(answer: str, named: str) -> str | None:
+    """The first quoted name in `answer` that `named` does not hold already."""
+    terms = (match[0] for match in _TERM.finditer(answer))
+    return next((term for term in terms if term.strip('"()') not in named), None)
 
 
 def _answers(paragraphs: Iterable[str]) -> Iterator[str]:
@@ -226,6 +231,8 @@ def _first_sentences(paragraph: str) -> str:
     if len(paragraph) <= LONGEST:
         return paragraph
     end = paragraph.rfind(". ", 0, LONGEST)
+    while end > 0 and paragraph.count("(", 0, end) > paragraph.count(")", 0, end):
+        end = paragraph.rfind(". ", 0, end)
     return paragraph[: end + 1]
 
 

@@ -26,6 +26,8 @@ def main(output: Path = OUTPUT) -> None:
     if (output / "config.json").is_file():
         print(f"{output}: already there")
         return
+    if output.exists():
+        sys.exit(f"{output} exists but holds no config.json; delete it, then run this again.")
     gguf = find_gguf()
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=output.name + ".", dir=output.parent))

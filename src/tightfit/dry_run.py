@@ -71,12 +71,13 @@ def dry_run(
     two, counts_two = _run(_with_depth(config, SHALLOW), policies, workload)
     three, counts_three = _run(_with_depth(config, SHALLOW + 1), policies, workload)
     sections = {
-        section: {tier: _extrapolate(two[section][tier], three[section][tier], depth)
-                  for tier in Tier}
+        section: {
+            tier: _extrapolate(two[section][tier], three[section][tier], depth) for tier in Tier
+        }
         for section in two
     }
-    counts = [_line(a, b, depth) for a, b in zip(counts_two, counts_three, strict=True)]
-    return DryRun(table_of_sections(sections), *counts)
+    trainable, frozen = (_line(a, b, depth) for a, b in zip(counts_two, counts_three, strict=True))
+    return DryRun(table_of_sections(sections), trainable, frozen)
 
 
 def load_config(config: dict[str, Any]) -> PretrainedConfig:
@@ -106,7 +107,8 @@ def _run(
     config: PretrainedConfig, policies: Policies, workload: Workload
 ) -> tuple[Sections, tuple[int, int]]:
     """One optimizer step, one evaluation and one generation on fake tensors."""
-    with _no_packing_check(), _no_module_moves(), FakeTensorMode(), _ReadsAreOne():
+    fakes = (FakeTensorMode(), _ReadsAreOne())  # type: ignore[no-untyped-call]
+    with _no_packing_check(), _no_module_moves(), fakes[0], fakes[1]:
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[policies.precision.parameters], attn_implementation="sdpa"
         )
@@ -118,6 +120,8 @@ def _run(
             _train_step(engine, policies, workload)
             _evaluate(engine, workload)
             _generate(engine, workload)
+            # Saving writes tensors from where they are; nothing more lives than between steps.
+            counting.set_section(Phase.SAVE)
         parameters = list(engine.model.parameters())
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         frozen = sum(p.numel() for p in parameters if not p.requires_grad)
@@ -216,7 +220,11 @@ class _ReadsAreOne(TorchDispatchMode):
     """Where a program reads a value of a fake tensor it gets one: finite, true, positive."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer `item()` and `bool()`; leave everything else to the fake mode below."""
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -47,3 +47,13 @@ class DoesNotFitError(TightfitError):
     def __init__(self, message: str, missing_bytes: int) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
+
+
+class TrainingError(TightfitError):
+    """Training cannot go on: the loss is not a number any more, or memory ran out."""
+
+
+class Interrupted(TightfitError):
+    """The user stopped the run; a checkpoint was saved."""
+
+    exit_code = 130

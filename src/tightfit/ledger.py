@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,7 +47,7 @@ class _Storage:
 @dataclass
 class _Peak:
     total_bytes: int = 0
-    kinds: Kinds | None = None
+    kinds: Kinds = field(default_factory=dict)
 
 
 class Ledger(TorchDispatchMode):
@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
         device: torch.device | None = None,
         limits: dict[Tier, int] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = (device or torch.device("cpu")).type
         self.limits = dict(limits or {})
         self._storages: dict[int, _Storage] = {}
@@ -80,7 +80,7 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> Self:
         global _active
         self._outer, _active = _active, self
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(
         self,
@@ -90,7 +90,7 @@ class Ledger(TorchDispatchMode):
     ) -> None:
         global _active
         _active = self._outer
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     # What was counted
 
@@ -100,7 +100,7 @@ class Ledger(TorchDispatchMode):
 
     def kinds(self, tier: Tier) -> Kinds:
         """Bytes that live on `tier` now, by kind."""
-        return {kind: count for kind, count in self._now[tier].items() if count}
+        return _without_zeros(self._now[tier])
 
     def peak_bytes(self, tier: Tier) -> int:
         """Highest total of `tier` so far."""
@@ -109,7 +109,7 @@ class Ledger(TorchDispatchMode):
     def sections(self) -> dict[Section, dict[Tier, Kinds]]:
         """Kinds at the peak of every (phase, section) and tier."""
         return {
-            section: {tier: dict(peak.kinds or {}) for tier, peak in peaks.items()}
+            section: {tier: _without_zeros(peak.kinds) for tier, peak in peaks.items()}
             for section, peaks in self._peaks.items()
         }
 
@@ -164,7 +164,11 @@ class Ledger(TorchDispatchMode):
     # Counting
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, then count the storages it made."""
         out = func(*args, **(kwargs or {}))
@@ -177,7 +181,7 @@ class Ledger(TorchDispatchMode):
     def _see(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
             storage = out.untyped_storage()
-            if storage._cdata not in self._storages:
+            if storage._cdata not in self._storages and not out.is_meta:
                 kind, tier = self._label or (self._default_kind(), self._home(out))
                 self._follow(storage, kind, tier)
         elif isinstance(out, list | tuple):
@@ -235,6 +239,10 @@ class Ledger(TorchDispatchMode):
         """In forward with gradients on, what is made is presumed to be kept for backward."""
         keeps = torch.is_grad_enabled() and self._section[0] is Phase.FORWARD
         return Kind.ACTIVATIONS if keeps else Kind.TEMPORARIES
+
+
+def _without_zeros(kinds: Kinds) -> Kinds:
+    return {kind: count for kind, count in kinds.items() if count}
 
 
 def table_of_sections(sections: dict[Section, dict[Tier, Kinds]]) -> MemoryTable:

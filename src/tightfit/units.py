@@ -47,9 +47,9 @@ def format_bytes(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """`seconds` as `830 ms`, `4.2 s`, `3 min 20 s` or `5 h 07 min`."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

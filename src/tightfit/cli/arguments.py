@@ -260,7 +260,7 @@ def _complaints(
 
 def _complaint(key: str, value: Any, labels: Mapping[str, str]) -> str:
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    quotes = "; put it in quotes" if accepted_by(key) == "text" else ""
+    quotes = "; put it in quotes" if accepted_by(key).startswith("text") else ""
     return f"{labels[key]}: {shown} is not accepted; it must be {accepted_by(key)}{quotes}"
 
 

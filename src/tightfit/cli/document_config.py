@@ -9,7 +9,7 @@ from tightfit.facts.job import Job
 _INTRODUCTION = """\
 # Keys of a job
 
-<!-- Made by `python -m tightfit.cli.document_config > docs/config.md`; edit src/tightfit/facts/job.py. -->
+<!-- Made by `python -m tightfit.cli.document_config` from src/tightfit/facts/job.py. -->
 
 One flat set of keys, in a YAML file and as flags of every verb. Flags win over the file:
 

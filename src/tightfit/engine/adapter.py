@@ -24,13 +24,16 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
 
     missing = [name for name in policy.targets if not _names_a_module(model, name)]
     if missing:
-        linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules()
-                         if isinstance(m, nn.Linear)})
-        raise ConfigError(f"lora_target {', '.join(missing)}: no such module in the model; "
-                          f"its linear layers are {', '.join(linear)}")
+        linear = sorted(
+            {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        )
+        raise ConfigError(
+            f"lora_target {', '.join(missing)}: no such module in the model; "
+            f"its linear layers are {', '.join(linear)}"
+        )
     config = LoraConfig(
         r=policy.rank,
-        lora_alpha=policy.alpha,
+        lora_alpha=policy.alpha,  # type: ignore[arg-type]  # peft divides, a float works
         lora_dropout=policy.dropout,
         target_modules=list(policy.targets) or "all-linear",
         task_type="CAUSAL_LM",

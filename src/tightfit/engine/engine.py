@@ -25,9 +25,7 @@ class Engine:
         optimizer: give it to a scheduler; its step belongs to `Engine.step`.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: PlacedAdamW, gradients: GradientStore
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: PlacedAdamW, gradients: GradientStore) -> None:
         self.model = model
         self.optimizer = optimizer
         self._gradients = gradients
@@ -65,7 +63,7 @@ class Engine:
         number of micro-batches, or use `loss` above.
         """
         ledger.set_phase(Phase.BACKWARD)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         ledger.set_phase(Phase.FORWARD)
 
     def step(self) -> float:

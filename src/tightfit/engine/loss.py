@@ -44,8 +44,9 @@ def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> None:
     transform = next((key for key in _LOGIT_TRANSFORMS if changes_logits(model.config, key)), None)
     if transform is not None or type(head) is not nn.Linear:
         reason = f"its config has {transform}" if transform else f"its output layer is {type(head)}"
-        raise UnsupportedError(f"chunked loss does not work for this model: {reason}; "
-                               "set loss: full")
+        raise UnsupportedError(
+            f"chunked loss does not work for this model: {reason}; set loss: full"
+        )
     _take_over_forward(model, head, policy.chunk_tokens)
 
 
@@ -83,7 +84,7 @@ def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: in
 @contextmanager
 def _passing_through(head: nn.Linear) -> Iterator[None]:
     """The output layer returns its input inside."""
-    head.forward = _identity  # type: ignore[method-assign]
+    head.forward = _identity  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -114,7 +115,7 @@ def chunked_causal_loss(
     divisor = (targets != IGNORED).sum() if trained_tokens is None else trained_tokens
     flat = hidden.reshape(-1, hidden.shape[-1])
     with_gradients = torch.is_grad_enabled() and (flat.requires_grad or head.weight.requires_grad)
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, head.weight, head.bias, targets, divisor, chunk_tokens, with_gradients
     )
     return loss
@@ -149,7 +150,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss / divisor
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, loss_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Hand out the gradients that forward made, times `loss_grad`, in place."""
         gradients: _Gradients | None = ctx.gradients

@@ -70,6 +70,17 @@ class PlacedAdamW(torch.optim.Optimizer):
         return master
 
     @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take over parameters that were loaded from outside, where the master has their type.
+
+        A wider master is part of a checkpoint itself and stays.
+        """
+        for parameter, state in self.state.items():
+            if "master" in state and state["master"].dtype is parameter.dtype:
+                self._transfer.copy(state["master"], parameter.detach())
+        self._transfer.wait()
+
+    @torch.no_grad()
     def step(self, gradients: Gradients) -> torch.Tensor:  # type: ignore[override]
         """Clip and apply `gradients`, which are consumed; returns their global norm before it.
 
@@ -119,9 +130,7 @@ class PlacedAdamW(torch.optim.Optimizer):
             if "master" in state:
                 self._publish(parameter, state["master"], gradient)
 
-    def _publish(
-        self, parameter: nn.Parameter, master: torch.Tensor, spent: torch.Tensor
-    ) -> None:
+    def _publish(self, parameter: nn.Parameter, master: torch.Tensor, spent: torch.Tensor) -> None:
         """Copy a master into its parameter; 16-bit values travel through the spent gradient."""
         if self._tier is Tier.DEVICE:
             parameter.copy_(master)

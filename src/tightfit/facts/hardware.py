@@ -41,8 +41,8 @@ class Accelerator:
     """One card that this process may use.
 
     Attributes:
-        index: the driver's number (PCI order); cards stand in the order torch numbers them when
-            CUDA_VISIBLE_DEVICES is set.
+        index: the driver's number, in PCI order. CUDA numbers unlike cards fastest first unless
+            CUDA_DEVICE_ORDER=PCI_BUS_ID is set, so with a mix name them by UUID.
         free_bytes: what no process holds at this moment.
     """
 

@@ -153,13 +153,13 @@ class Job(BaseModel):
     overwrite_output_dir: bool = Field(False, description="Delete the run that is there first.")
     resume: bool = Field(False, description="Continue from the last checkpoint in `output_dir`.")
     logging_steps: PositiveInt = Field(1, description="Steps between lines of the log.")
-    eval_strategy: Annotated[Literal["no", "steps", "epoch"], BeforeValidator(
-        lambda v: "no" if v is False else v
-    )] = Field("no", description="When to evaluate besides before and after training.")
+    eval_strategy: Annotated[
+        Literal["no", "steps", "epoch"], BeforeValidator(lambda v: "no" if v is False else v)
+    ] = Field("no", description="When to evaluate besides before and after training.")
     eval_steps: PositiveInt = Field(500, description="Steps between evaluations.")
-    save_strategy: Annotated[Literal["no", "steps", "epoch"], BeforeValidator(
-        lambda v: "no" if v is False else v
-    )] = Field("no", description="When to save besides after training.")
+    save_strategy: Annotated[
+        Literal["no", "steps", "epoch"], BeforeValidator(lambda v: "no" if v is False else v)
+    ] = Field("no", description="When to save besides after training.")
     save_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
     save_total_limit: PositiveInt | None = Field(None, description="Checkpoints kept.")
     save_only_model: bool = Field(

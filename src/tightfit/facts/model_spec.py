@@ -166,9 +166,11 @@ def load_model_spec(name_or_path: str, hub_cache: Path | None = None) -> ModelSp
         ModelNotFoundError: there is no such model; the message lists where it was looked for.
         InputError: config.json is broken or contradicts itself, or the weights are quantised.
     """
-    path = Path(name_or_path).expanduser()
+    if not name_or_path.strip():
+        raise InputError("the model's name is empty; give a folder or a name on the Hub")
+    path = _local_path(name_or_path)
     hub_cache = hub_cache or _default_hub_cache()
-    if path.exists():
+    if _exists(path):
         return _checked(ModelSpec(name_or_path, "folder", _read_folder(path)), path)
     cached = _cached_config(name_or_path, hub_cache)
     if cached is not None:
@@ -190,6 +192,22 @@ def _lookup(config: dict[str, Any], key: str, default: Any = None) -> Any:
     if key in config:  # an explicit null: "as many as heads", not the family's default
         return default
     return _DENSE_FAMILIES.get(str(config.get("model_type")), {}).get(key, default)
+
+
+def _local_path(name: str) -> Path:
+    """The name as a path, `~` expanded where it is a home folder."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at the path; a name that cannot be a path names nothing."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _default_hub_cache() -> Path:

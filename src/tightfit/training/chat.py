@@ -50,16 +50,16 @@ class RowEncoder:
         None when the template ends a turn with plain text only; all of that text is then trained.
         """
         question = [{"role": "user", "content": "x"}]
-        prompt = self._render(question, "the chat template", add_generation_prompt=True)
+        where = "a question with an answer"
+        prompt = self._render(question, where, add_generation_prompt=True)
         answers = [
-            self._render([*question, {"role": "assistant", "content": words}], "the chat template")
+            self._render([*question, {"role": "assistant", "content": words}], where)
             for words in _PROBE_WORDS
         ]
         start = _common_prefix(*answers)
-        plain = self._render(question, "the chat template")
-        if prompt == plain and any(
-            token in self._special_tokens for token in answers[0][len(prompt) : start]
-        ):
+        plain = self._render(question, where)
+        header = self.tokenizer.decode(answers[0][len(prompt) : start])
+        if prompt == plain and str(header).strip():
             raise DataError(
                 "the chat template ignores add_generation_prompt, so the header before the "
                 "assistant's words cannot be told from the words; use a tokenizer whose template "
@@ -69,13 +69,10 @@ class RowEncoder:
         return next((token for token in after if token in self._control_tokens), None)
 
     @cached_property
-    def _special_tokens(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.all_special_ids)
-
-    @cached_property
     def _control_tokens(self) -> frozenset[int]:
         """Tokens that ordinary text is never merged into."""
-        return self._special_tokens | frozenset(self.tokenizer.added_tokens_decoder)
+        tokenizer = self.tokenizer
+        return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
 
     def _text(self, row: Row) -> tuple[list[int], list[int]]:
         """All tokens are trained, and the end-of-text token once."""
@@ -119,51 +116,64 @@ class RowEncoder:
     def _turn(self, row: Row, index: int, ids: list[int]) -> tuple[int, int]:
         """Where the trained tokens of assistant message `index` start and end in `ids`."""
         messages = row.value["messages"]
-        place = f"{row.where}: messages[{index}]"
         start = self._turn_start(row, index, ids)
         through = ids
         if index + 1 < len(messages):
             through = self._render(messages[: index + 1], row.where)
-        end = len(through)
-        if self.end_of_turn is not None:
-            count = through[start:].count(self.end_of_turn)
-            if count != 1:
-                name = self.tokenizer.convert_ids_to_tokens(self.end_of_turn)
-                raise DataError(
-                    f"{place} would be written with {count} end-of-turn tokens {name}, not one; "
-                    "remove the token from the message, or use a template that writes it once"
-                )
-            end = through.index(self.end_of_turn, start) + 1
-        if ids[:end] != through[:end]:
-            raise _rewritten(place)
+        if self.end_of_turn is None:
+            end = _common_prefix(through, ids)
+            if end < len(through) and not self._is_beginning(row, messages[: index + 1], False):
+                raise _rewritten(row, index)
+        else:
+            end = self._after_end_of_turn(row, index, through, start)
+            if ids[:end] != through[:end]:
+                raise _rewritten(row, index)
         return start, end
+
+    def _after_end_of_turn(self, row: Row, index: int, through: list[int], start: int) -> int:
+        """The place after the one end-of-turn token in `through[start:]`."""
+        assert self.end_of_turn is not None
+        count = through[start:].count(self.end_of_turn)
+        if count != 1:
+            name = self.tokenizer.convert_ids_to_tokens(self.end_of_turn)
+            raise DataError(
+                f"{row.where}: messages[{index}] would be written with {count} end-of-turn tokens "
+                f"{name}, not one; remove the token from the message, or use a template that "
+                "writes it once"
+            )
+        return through.index(self.end_of_turn, start) + 1
 
     def _turn_start(self, row: Row, index: int, ids: list[int]) -> int:
         """The end of the prompt that a model would be given to write message `index`.
 
-        Words that start with a space or newline may share a token with the end of the prompt.
-        Such a token is not trained.
+        Words that start with a space or newline, or follow a header that ends with one, may share
+        a token with the end of the prompt. Such a token holds words, so it is trained.
         """
         before = row.value["messages"][:index]
         prompt = self._render(before, row.where, add_generation_prompt=True)
         common = _common_prefix(prompt, ids)
-        if common == len(prompt):
-            return common
-        if common == len(prompt) - 1 and self._only_appends(row, before):
-            return common + 1
-        raise _rewritten(f"{row.where}: messages[{index}]")
+        if common < len(prompt) - 1 or (
+            common == len(prompt) - 1 and not self._is_beginning(row, before, True)
+        ):
+            raise _rewritten(row, index)
+        return common
 
-    def _only_appends(self, row: Row, before: list[dict[str, Any]]) -> bool:
-        """Whether the prompt after the messages `before` begins the whole conversation's text."""
+    def _is_beginning(
+        self, row: Row, messages: list[dict[str, Any]], add_generation_prompt: bool
+    ) -> bool:
+        """Whether the text of the first messages begins the text of the whole row.
+
+        Then their tokens differ only because a token was merged across the border.
+        """
         template = self.tokenizer.apply_chat_template
-        prompt = template(before, tokenize=False, add_generation_prompt=True)
-        return str(template(row.value["messages"], tokenize=False)).startswith(str(prompt))
+        part = template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return str(template(row.value["messages"], tokenize=False)).startswith(str(part))
 
     def _render(
         self, messages: list[dict[str, Any]], where: str, add_generation_prompt: bool = False
     ) -> list[int]:
         try:
-            encoded = self.tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=True,
                 return_dict=True,
@@ -181,10 +191,10 @@ def _common_prefix(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _rewritten(place: str) -> DataError:
+def _rewritten(row: Row, index: int) -> DataError:
     return DataError(
-        f"{place}: the chat template writes this turn differently when the conversation goes on, "
-        "or differently from its generation prompt (it strips or rewrites turns), so the "
-        "assistant's words cannot be told from the rest; end the row after its first assistant "
-        "turn, or use a template that only appends"
+        f"{row.where}: messages[{index}]: the chat template writes this turn differently when the "
+        "conversation goes on, or differently from its generation prompt (it strips or rewrites "
+        "turns), so the assistant's words cannot be told from the rest; end the row after its "
+        "first assistant turn, or use a template that only appends"
     )

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
@@ -47,14 +48,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class RowCount:
-    """How many rows something happened to, and the first of them."""
+    """How many rows something happened to, and the file and number of the first of them."""
 
     total: int = 0
-    first: tuple[str, ...] = ()
+    first: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
+        places = [
+            f"{file} row {', '.join(str(number) for _, number in group)}"
+            for file, group in groupby(self.first, key=lambda place: place[0])
+        ]
         more = ", ..." if self.total > len(self.first) else ""
-        return f"{self.total} ({'; '.join(self.first)}{more})" if self.total else "0"
+        return f"{self.total} ({'; '.join(places)}{more})" if self.total else "0"
 
 
 @dataclass(frozen=True)
@@ -120,11 +125,11 @@ class PreparedData:
 
 @dataclass
 class _Overlong:
-    """Rows that met the limit, as `file, row`."""
+    """Rows that met the limit, as file and number."""
 
-    dropped: list[str] = field(default_factory=list)
-    truncated: list[str] = field(default_factory=list)
-    cut_away: list[str] = field(default_factory=list)
+    dropped: list[tuple[str, int]] = field(default_factory=list)
+    truncated: list[tuple[str, int]] = field(default_factory=list)
+    cut_away: list[tuple[str, int]] = field(default_factory=list)
 
 
 def prepare_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
@@ -175,7 +180,7 @@ def _fitted(sample: Sample, job: Job, overlong: _Overlong) -> Sample | None:
     limit = job.cutoff_len
     if len(sample.input_ids) <= limit:
         return sample
-    place = f"{sample.file}, row {sample.row}"
+    place = (sample.file, sample.row)
     if job.overlong == "drop":
         overlong.dropped.append(place)
         return None
@@ -187,12 +192,12 @@ def _fitted(sample: Sample, job: Job, overlong: _Overlong) -> Sample | None:
 def _refuse_overlong(file: str, samples: Sequence[Sample], cutoff_len: int) -> None:
     long = [sample for sample in samples if len(sample.input_ids) > cutoff_len]
     if long:
-        places = _count([f"row {sample.row}" for sample in long])
+        places = _count([(sample.file, sample.row) for sample in long])
         longest = max(len(sample.input_ids) for sample in long)
         raise DataError(
-            f"{file}: rows longer than cutoff_len {cutoff_len}: {places}, of {len(samples)}; "
-            f"the longest has {longest} tokens; raise cutoff_len, "
-            "or set overlong to truncate or drop"
+            f"{file}: of {len(samples)} rows, these are longer than cutoff_len {cutoff_len}: "
+            f"{places}; the longest has {longest} tokens; raise cutoff_len, or set overlong to "
+            "truncate or drop"
         )
 
 
@@ -261,5 +266,5 @@ def _report(
     )
 
 
-def _count(places: Sequence[str]) -> RowCount:
+def _count(places: Sequence[tuple[str, int]]) -> RowCount:
     return RowCount(len(places), tuple(places[:_NAMED_ROWS]))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from huggingface_hub import constants
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tightfit.errors import ModelNotFoundError
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError)
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -27,25 +28,30 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(name).expanduser()
     if folder.is_dir():
         _check_folder(folder)
-    elif folder.exists() or not _is_hub_name(name):
+    elif folder.exists() or not _HUB_NAME.fullmatch(name):
         raise ModelNotFoundError(
             f"no tokenizer for {name!r}: {folder.absolute()} is not a folder, and it is no name "
             "on the Hub; name a folder that holds " + " or ".join(_FILES)
         )
+    local = folder.is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name, trust_remote_code=False
+            str(folder) if local else name, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        where = str(folder) if folder.is_dir() else f"the Hub and its cache {_hub_cache()}"
-        raise ModelNotFoundError(
-            f"no tokenizer for {name!r}: looked for {', '.join(_FILES)} in {where}: {error}"
-        ) from error
+    except _LOADING_ERRORS as error:
+        what = f"the tokenizer in {folder} cannot be loaded"
+        if not local:
+            what = (
+                f"no tokenizer for {name!r}: looked for a folder {folder.absolute()}, in the Hub's "
+                f"cache {constants.HF_HUB_CACHE} and on the Hub"
+            )
+        cause = str(error).partition("\n")[0]
+        raise ModelNotFoundError(f"{what}: {type(error).__name__}: {cause}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = (
             tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
         )
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def _check_folder(folder: Path) -> None:
@@ -55,15 +61,3 @@ def _check_folder(folder: Path) -> None:
             f"no tokenizer in {folder}: looked for {', '.join(_FILES)}, found {found}; "
             "copy the model's tokenizer files there"
         )
-
-
-def _is_hub_name(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
-def _hub_cache() -> str:
-    return str(constants.HF_HUB_CACHE)

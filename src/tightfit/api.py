@@ -1,0 +1,85 @@
+"""The Python API: plan a model, make it fit, train it in a loop of your own.
+
+Thin on purpose; the work is done where the command line does it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tightfit.dry_run import DTYPES, load_config
+from tightfit.engine.apply import fit as apply_policies
+from tightfit.engine.engine import Engine
+from tightfit.errors import ConfigError
+from tightfit.facts.hardware import Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.model_spec import load_model_spec
+from tightfit.facts.workload import Workload
+from tightfit.planner.machine import usable_hardware
+from tightfit.planner.plan import Plan
+from tightfit.planner.search import plan_job
+
+
+def plan(
+    model: PreTrainedModel | str,
+    *,
+    workload: Workload,
+    hardware: Hardware | None = None,
+    **keys: Any,
+) -> Plan:
+    """The fastest plan that fits.
+
+    Args:
+        model: a causal language model of transformers, a folder, or a catalogue or Hub name.
+        workload: the shape of one step, and of evaluation if there is one.
+        hardware: the machine; this one when None.
+        keys: any key of a job (docs/config.md), such as `memory_limit="8GiB"`,
+            `allow=["lora"]` or `gradient_checkpointing="true"`.
+
+    Raises:
+        DoesNotFitError: nothing fits; the message says by how much and what would.
+        ConfigError: a key is unknown or wrong.
+    """
+    if isinstance(model, str):
+        name, config = model, load_config(load_model_spec(model).config)
+    else:
+        name, config = model.config.name_or_path or type(model).__name__, model.config
+        keys.setdefault("precision", _precision_of(model))
+    try:
+        job = Job(
+            model_name_or_path=name, **{"train_batch_size": workload.global_batch_size, **keys}
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return plan_job(job, config, workload, hardware or usable_hardware(Path()))
+
+
+def fit(model: PreTrainedModel, plan: Plan) -> Engine:
+    """Make `model` train as `plan` says; use `engine.model` afterwards.
+
+    Args:
+        model: on its device, in the plan's precision; it is changed in place.
+
+    Raises:
+        ConfigError: the model's parameters have another type than the plan is for.
+        UnsupportedError: the model cannot do what the plan asks.
+    """
+    precision = _precision_of(model)
+    if precision != plan.policies.precision.parameters:
+        raise ConfigError(
+            f"the plan is for {plan.policies.precision.parameters} parameters, the model has "
+            f"{precision}; load it with dtype={DTYPES[plan.policies.precision.parameters]}"
+        )
+    return apply_policies(model, plan.policies)
+
+
+def _precision_of(model: PreTrainedModel) -> str:
+    for name, dtype in DTYPES.items():
+        if model.dtype is dtype:
+            return name
+    raise ConfigError(
+        f"the model's parameters are {model.dtype}; tightfit trains {' or '.join(DTYPES)}"
+    )

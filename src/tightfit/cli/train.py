@@ -1,0 +1,87 @@
+"""`tightfit train`: bill, plan, training, comparison, in the order in which they happen."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from tightfit.cli.quiet import quiet_libraries
+from tightfit.errors import TrainingError
+from tightfit.facts.hardware import describe
+from tightfit.facts.job import Job
+from tightfit.monitor.progress import RunProgress
+from tightfit.planner.plan import Plan
+from tightfit.report.run_report import RunReport
+from tightfit.report.tables import show_bill, show_comparison, show_plan
+from tightfit.training.loop import Schedule
+from tightfit.training.output import PLAN, REPORT
+from tightfit.training.preview import SamplePreview
+from tightfit.training.run import PreparedRun, RunResult, enforced_bytes, make_plan, prepare, train
+from tightfit.units import format_bytes, format_seconds
+
+
+def run(job: Job) -> int:
+    """Train a job; returns the exit code."""
+    quiet_libraries()
+    console = Console(soft_wrap=False)
+    prepared = prepare(job)
+    _show_facts(console, prepared)
+    plan = make_plan(prepared)
+    show_bill(console, "Bill of plain training", plan.plain, plan.limits)
+    show_plan(console, plan)
+    show_bill(console, "Bill of the plan", plan.bill, plan.limits)
+    result = _train(console, prepared, plan)
+    report = RunReport(plan, result.measured, result.records, result.evaluations, result.answers)
+    report.write(prepared.output_dir / REPORT)
+    _show_result(console, prepared, report, result)
+    return 0
+
+
+def _show_facts(console: Console, prepared: PreparedRun) -> None:
+    for line in describe(prepared.hardware):
+        console.print(Text(line))
+    for line in prepared.data.report.lines():
+        console.print(Text(line))
+    if prepared.job.preview:
+        samples = prepared.data.train[: prepared.job.preview]
+        console.print(SamplePreview(samples, prepared.tokenizer))
+
+
+def _train(console: Console, prepared: PreparedRun, plan: Plan) -> RunResult:
+    total = Schedule.of(prepared.job, len(prepared.data.train)).total_steps
+    try:
+        with RunProgress(console, total, plan.limits.device_bytes) as progress:
+            return train(prepared, plan, [progress])
+    except torch.OutOfMemoryError as error:
+        limit = enforced_bytes(prepared.job, plan)
+        said = "" if limit is None else f" (limit {format_bytes(limit)})"
+        raise TrainingError(
+            f"out of memory although the bill fitted{said}: {error}. What the run predicted is in "
+            f"{prepared.output_dir / PLAN}; lower memory_limit to leave more room"
+        ) from error
+
+
+def _show_result(
+    console: Console, prepared: PreparedRun, report: RunReport, result: RunResult
+) -> None:
+    show_comparison(console, report.differences())
+    console.print(Text(f"device peak: predicted {report.peak_error():+.2%} against measured"))
+    measured = report.step_seconds()
+    if measured is not None:
+        predicted = report.plan.step_time.total
+        console.print(
+            Text(
+                f"step time: predicted {format_seconds(predicted)}, measured "
+                f"{format_seconds(measured)} (median)"
+            )
+        )
+    if len(result.evaluations) > 1:
+        first, last = result.evaluations[0], result.evaluations[-1]
+        console.print(Text(f"held-out loss: {first.loss:.4f} before, {last.loss:.4f} after"))
+    if prepared.job.sample_prompt is not None:
+        console.print(Text(f"Q: {prepared.job.sample_prompt}", style="bold"))
+        names = ("before", "after") if len(result.answers) == 2 else ("after",)
+        for name, text in zip(names, result.answers, strict=True):
+            console.print(Text(f"{name}: {text}"))
+    console.print(Text(f"saved: {result.checkpoint}; report: {prepared.output_dir / REPORT}"))

@@ -1,0 +1,1 @@
+"""What a running job shows and writes: one record per step, a progress bar, a log."""

@@ -1,0 +1,30 @@
+"""trainer_log.jsonl: one JSON object per line, flushed as it is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from tightfit.monitor.records import EvaluationRecord, StepRecord
+
+
+class TrainerLog:
+    """Appends records to a file, every `every_steps` steps."""
+
+    def __init__(self, path: Path, every_steps: int) -> None:
+        self._path = path
+        self._every_steps = every_steps
+
+    def step(self, record: StepRecord) -> None:
+        """Write a step's record if it is due; skipped steps are always due."""
+        if record.step % self._every_steps == 0 or record.skipped:
+            self._write({"event": "step", **asdict(record)})
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Write an evaluation's record."""
+        self._write({"event": "evaluation", **asdict(record)})
+
+    def _write(self, content: dict[str, object]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")

@@ -1,0 +1,46 @@
+"""What is known of each optimizer step and each evaluation. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        loss: per trained token of the global batch.
+        learning_rate: that of this step.
+        grad_norm: exact global norm before clipping.
+        tokens: processed, padding included.
+        seconds: of the whole step, data and scheduler included.
+        device_bytes: living on the device tier at the end; None where nobody counts.
+        device_peak_bytes: highest so far.
+        skipped: the norm was not finite and nothing was updated.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    device_bytes: int | None
+    device_peak_bytes: int | None
+    skipped: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Processed tokens over wall time."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation: held-out loss per trained token."""
+
+    step: int
+    loss: float
+    seconds: float

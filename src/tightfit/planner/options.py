@@ -1,0 +1,157 @@
+"""Which policies a job leaves open, and the plain policies it is compared with.
+
+Turns the keys of a job into lists of choices; knows neither memory nor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeVar
+
+from tightfit.errors import ConfigError
+from tightfit.facts.job import Job
+from tightfit.policies import (
+    AdapterPolicy,
+    BatchPolicy,
+    CheckpointingPolicy,
+    LossKind,
+    LossPolicy,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    Tier,
+)
+
+_ON_DEVICE = PlacementPolicy(Tier.DEVICE, Tier.DEVICE)
+_ON_HOST = PlacementPolicy(Tier.HOST, Tier.HOST)
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices for each policy; the first of each list is the plain one.
+
+    Attributes:
+        fixed: everything that is not a choice.
+        lora_if_nothing_fits: what the planner may fall back on; None where the job does not
+            allow it or already says it.
+    """
+
+    fixed: Policies
+    batches: tuple[BatchPolicy, ...]
+    losses: tuple[LossPolicy, ...]
+    checkpointing: tuple[CheckpointingPolicy, ...]
+    placements: tuple[PlacementPolicy, ...]
+    lora_if_nothing_fits: AdapterPolicy | None
+
+    def plain(self) -> Policies:
+        """No technique that was not asked for."""
+        return next(self.candidates())
+
+    def candidates(self, adapter: AdapterPolicy | None = None) -> Iterator[Policies]:
+        """Every combination, with `adapter` instead of the job's own if given."""
+        for batch, loss, checkpointing, placement in product(
+            self.batches, self.losses, self.checkpointing, self.placements
+        ):
+            yield replace(
+                self.fixed,
+                batch=batch,
+                loss=loss,
+                checkpointing=checkpointing,
+                placement=placement,
+                adapter=adapter or self.fixed.adapter,
+            )
+
+
+def options_of(job: Job, *, precision: str, chunked_loss: bool) -> Options:
+    """The choices that `job` leaves open.
+
+    Args:
+        precision: what `precision: auto` means on this device.
+        chunked_loss: whether the model supports it.
+
+    Raises:
+        ConfigError: the job asks for a chunked loss that the model does not support.
+    """
+    if job.loss == "chunked" and not chunked_loss:
+        raise ConfigError(
+            "loss: chunked does not work for this model, which changes its logits "
+            "before the loss; set loss: full"
+        )
+    full, chunked = LossPolicy(LossKind.FULL), LossPolicy(LossKind.CHUNKED)
+    off, on = CheckpointingPolicy(False), CheckpointingPolicy(True)
+    adapter = _adapter(job)
+    return Options(
+        fixed=Policies(
+            precision=PrecisionPolicy(precision if job.precision == "auto" else job.precision),
+            optimizer=_optimizer(job),
+            adapter=adapter if job.finetuning_type == "lora" else None,
+        ),
+        batches=_batches(job),
+        losses=_open(job.loss, {"full": full, "chunked": chunked}) if chunked_loss else (full,),
+        checkpointing=_open(job.gradient_checkpointing, {"false": off, "true": on}),
+        placements=_open(job.offload_optimizer, {"none": _ON_DEVICE, "cpu": _ON_HOST}),
+        lora_if_nothing_fits=(
+            adapter if "lora" in job.allow and job.finetuning_type == "full" else None
+        ),
+    )
+
+
+def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
+    """`policies` with one of its techniques taken away, by the name of that technique."""
+    batch = policies.batch
+    if batch.accumulation_steps > 1:
+        whole = BatchPolicy(batch.global_batch_size, 1)
+        yield "accumulation", replace(policies, batch=whole)
+    if policies.loss.kind is LossKind.CHUNKED:
+        yield "chunked loss", replace(policies, loss=LossPolicy(LossKind.FULL))
+    if policies.checkpointing.enabled:
+        yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
+    if policies.placement != _ON_DEVICE:
+        yield "gradients and optimizer on the host", replace(policies, placement=_ON_DEVICE)
+    if policies.adapter is not None:
+        yield "LoRA", replace(policies, adapter=None)
+
+
+def _open(value: str, choices: dict[str, Choice]) -> tuple[Choice, ...]:
+    """All choices for `auto`, else the one that is named."""
+    return tuple(choices.values()) if value == "auto" else (choices[value],)
+
+
+def _batches(job: Job) -> tuple[BatchPolicy, ...]:
+    """The largest micro-batch first."""
+    total = job.global_batch_size
+    if job.per_device_train_batch_size != "auto":
+        micro = job.per_device_train_batch_size
+        return (BatchPolicy(micro, total // micro),)
+    if job.gradient_accumulation_steps != "auto":
+        steps = job.gradient_accumulation_steps
+        return (BatchPolicy(total // steps, steps),)
+    return tuple(
+        BatchPolicy(micro, total // micro) for micro in range(total, 0, -1) if total % micro == 0
+    )
+
+
+def _optimizer(job: Job) -> OptimizerPolicy:
+    return OptimizerPolicy(
+        name=job.optim,
+        learning_rate=job.learning_rate,
+        weight_decay=job.weight_decay,
+        betas=(job.adam_beta1, job.adam_beta2),
+        epsilon=job.adam_epsilon,
+        max_grad_norm=job.max_grad_norm,
+    )
+
+
+def _adapter(job: Job) -> AdapterPolicy:
+    targets = (
+        ()
+        if job.lora_target == "all"
+        else tuple(name.strip() for name in job.lora_target.split(",") if name.strip())
+    )
+    alpha = 2.0 * job.lora_rank if job.lora_alpha is None else job.lora_alpha
+    return AdapterPolicy(job.lora_rank, alpha, job.lora_dropout, targets)

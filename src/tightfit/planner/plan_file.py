@@ -1,0 +1,98 @@
+"""plan.yaml: a plan as a file that a person can read, edit and pass back.
+
+Only the section `policies` is read back; the bill is always worked out anew, since an edited
+choice has another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from tightfit.errors import ConfigError
+from tightfit.planner.plan import Plan
+from tightfit.policies import Policies
+from tightfit.units import format_bytes
+
+_HEADER = """\
+# A plan of tightfit. Edit `policies` and pass the file back with --plan.
+# Everything below `policies` is for reading; it is worked out again from them.
+"""
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write `plan` to `path`."""
+    facts = plan.to_json()
+    content = {
+        "policies": _plain(plan.policies),
+        "predicted": {
+            "fits": facts["fits"],
+            "peak": {
+                str(tier): format_bytes(plan.bill.peak_bytes(tier)) for tier in plan.bill.tiers()
+            },
+            "step_seconds": round(plan.step_time.total, 3),
+        },
+        "reasons": list(plan.reasons),
+        "turned_down": facts["alternatives"],
+    }
+    text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
+    path.write_text(_HEADER + text, encoding="utf-8")
+
+
+def read_policies(path: Path) -> Policies:
+    """The policies of a plan file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or a key or value is wrong.
+        UnsupportedError: the policies do not go together.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"plan file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"plan file {path} cannot be read: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("policies"), dict):
+        raise ConfigError(f"plan file {path} has no section `policies`")
+    policies = content["policies"]
+    _refuse_unknown_keys(policies, Policies, f"{path}: policies")
+    try:
+        return TypeAdapter(Policies).validate_python(policies)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: policies.{where}: {first['msg']}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, tuples and enums as what YAML writes."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def _refuse_unknown_keys(given: Mapping[str, Any], kind: type, where: str) -> None:
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key, value in given.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {key}{hint}")
+        part = _dataclass_of(kind, key)
+        if part is not None and isinstance(value, Mapping):
+            _refuse_unknown_keys(value, part, f"{where}.{key}")
+
+
+def _dataclass_of(kind: type, key: str) -> type | None:
+    """The dataclass that the field `key` of `kind` holds, if it holds one."""
+    hint = get_type_hints(kind)[key]
+    kinds = (t for t in (hint, *get_args(hint)) if isinstance(t, type))
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)

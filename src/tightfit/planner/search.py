@@ -1,0 +1,220 @@
+"""Finds the fastest policies whose bill fits the limits.
+
+Candidates are ordered by predicted step time, ties by the number of techniques. Each is first
+held against a closed-form lower bound, then priced by a dry run; the first that fits is priced
+again at full depth, so that the plan's bill was really computed. What changes numerics is tried
+only where the job allows it and only when nothing else fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from tightfit.bill.table import MemoryTable
+from tightfit.dry_run import DTYPES
+from tightfit.engine.loss import supports_chunked_loss
+from tightfit.errors import ConfigError, DoesNotFitError
+from tightfit.facts.hardware import Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload
+from tightfit.planner.explain import nothing_fits, reasons_for
+from tightfit.planner.options import Options, options_of
+from tightfit.planner.plan import Candidate, Limits, Plan, count_techniques
+from tightfit.planner.plan_file import read_policies
+from tightfit.planner.pricing import Pricing
+from tightfit.planner.rates import Rates, measure_rates
+from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies, Tier
+from tightfit.units import format_bytes, format_seconds, parse_bytes
+
+
+def plan_job(
+    job: Job,
+    config: PretrainedConfig,
+    workload: Workload,
+    hardware: Hardware,
+    rates: Rates | None = None,
+) -> Plan:
+    """The plan for a job: the job's plan file if it names one, else the fastest that fits.
+
+    Args:
+        rates: of this machine; measured when None.
+
+    Raises:
+        DoesNotFitError: nothing fits, or the plan file does not.
+        ConfigError: the job or its plan file contradicts the model.
+    """
+    search = _prepare(job, config, workload, hardware, rates)
+    if job.plan is not None:
+        policies = read_policies(Path(job.plan))
+        search.check_batch(policies, job)
+        return search.require_fit(search.plan_of(policies))
+    return search.best()
+
+
+def estimate_job(
+    job: Job,
+    config: PretrainedConfig,
+    workload: Workload,
+    hardware: Hardware,
+    rates: Rates | None = None,
+) -> Plan:
+    """The bill of the job as it is typed, whether it fits or not: `auto` means no technique."""
+    search = _prepare(job, config, workload, hardware, rates)
+    return search.plan_of(search.options.plain(), verify=False)
+
+
+def _prepare(
+    job: Job,
+    config: PretrainedConfig,
+    workload: Workload,
+    hardware: Hardware,
+    rates: Rates | None,
+) -> _Search:
+    precision = default_precision(hardware) if job.precision == "auto" else job.precision
+    options = options_of(job, precision=precision, chunked_loss=supports_chunked_loss(config))
+    device = torch.device("cuda" if hardware.device_kind == "cuda" else "cpu")
+    rates = rates or measure_rates(
+        device, DTYPES[precision] if device.type == "cuda" else torch.float32
+    )
+    return _Search(Pricing(config, workload, rates), options, limits_of(job, hardware))
+
+
+def default_precision(hardware: Hardware) -> str:
+    """What `precision: auto` means: bf16 where the card computes in it, else fp32."""
+    if hardware.device_kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp32"
+
+
+def limits_of(job: Job, hardware: Hardware) -> Limits:
+    """The limits of a job on a machine; on a CPU device and host share the RAM."""
+    on_cpu = hardware.device_kind == "cpu"
+    host = _limit(job.host_memory_limit, hardware.ram_available_bytes)
+    return Limits(
+        device_bytes=_limit(job.memory_limit, hardware.device_total_bytes),
+        host_bytes=host,
+        shared_bytes=host if on_cpu else None,
+    )
+
+
+def _limit(key: str, automatic: int) -> int | None:
+    if key == "none":
+        return None
+    return automatic if key == "auto" else parse_bytes(key)
+
+
+@dataclass
+class _Search:
+    pricing: Pricing
+    options: Options
+    limits: Limits
+    turned_down: list[Candidate] = field(default_factory=list)
+    _exceeding: set[tuple[PlacementPolicy, AdapterPolicy | None]] = field(default_factory=set)
+
+    def best(self) -> Plan:
+        """The fastest plan that fits.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        found = self._first_fit(self.options.candidates())
+        lora = self.options.lora_if_nothing_fits
+        if found is None and lora is not None:
+            found = self._first_fit(self.options.candidates(lora))
+        if found is None:
+            raise nothing_fits(self.turned_down, self.pricing, self.limits)
+        return self.plan_of(found)
+
+    def require_fit(self, plan: Plan) -> Plan:
+        """`plan`, if it fits.
+
+        Raises:
+            DoesNotFitError: it does not.
+        """
+        missing = self.limits.missing_bytes(plan.bill)
+        if missing > 0:
+            raise DoesNotFitError(
+                f"this plan needs {format_bytes(plan.bill.peak_bytes(Tier.DEVICE))} on the device "
+                f"and {format_bytes(plan.bill.peak_bytes(Tier.HOST))} on the host: "
+                f"{format_bytes(missing)} more than the limit. Let tightfit plan (leave out "
+                "--plan), or raise memory_limit",
+                missing,
+            )
+        return plan
+
+    def check_batch(self, policies: Policies, job: Job) -> None:
+        """A plan splits the job's global batch; it must not change it.
+
+        Raises:
+            ConfigError: it does.
+        """
+        planned, wanted = policies.batch.global_batch_size, job.global_batch_size
+        if planned != wanted:
+            raise ConfigError(
+                f"the plan's batch {policies.batch.micro_batch_size} x "
+                f"{policies.batch.accumulation_steps} makes {planned} sequences per step, "
+                f"but the job's train_batch_size is {wanted}"
+            )
+
+    def plan_of(self, policies: Policies, *, verify: bool = True) -> Plan:
+        """The plan with exactly these policies."""
+        run = self.pricing.run(policies, full_depth=verify)
+        plain = self.options.plain()
+        return Plan(
+            policies=policies,
+            bill=run.table.with_margin(),
+            plain=self.pricing.bill(plain),
+            step_time=self.pricing.step_time(policies),
+            limits=self.limits,
+            trainable_parameters=run.trainable,
+            frozen_parameters=run.frozen,
+            reasons=tuple(reasons_for(policies, self.pricing, self.limits)),
+            alternatives=tuple(self.turned_down),
+        )
+
+    def _first_fit(self, candidates: Iterable[Policies]) -> Policies | None:
+        priced = [(self.pricing.step_time(p).total, count_techniques(p), p) for p in candidates]
+        for _, _, policies in sorted(priced, key=lambda entry: entry[:2]):
+            if self._fits(policies):
+                return policies
+        return None
+
+    def _fits(self, policies: Policies) -> bool:
+        """Whether it fits; notes why not."""
+        if self._states_alone_exceed(policies):
+            return False
+        for full_depth in (False, True):
+            bill = self.pricing.bill(policies, full_depth=full_depth)
+            missing = self.limits.missing_bytes(bill)
+            if missing > 0:
+                peak = format_bytes(bill.peak_bytes(Tier.DEVICE))
+                self._turn_down(
+                    policies, bill, f"needs {peak} on the device, {format_bytes(missing)} too much"
+                )
+                return False
+        return True
+
+    def _states_alone_exceed(self, policies: Policies) -> bool:
+        """Whether no batch could fit with this placement; noted once for all batches."""
+        limit = self.limits.device_bytes
+        least = self.pricing.least_device_bytes(policies)
+        if limit is None or least <= limit:
+            return False
+        shape = (policies.placement, policies.adapter)
+        if shape not in self._exceeding:
+            self._exceeding.add(shape)
+            self._turn_down(
+                policies, None, f"model states alone put {format_bytes(least)} on the device"
+            )
+        return True
+
+    def _turn_down(self, policies: Policies, bill: MemoryTable | None, verdict: str) -> None:
+        seconds = self.pricing.step_time(policies)
+        self.turned_down.append(
+            Candidate(policies, bill, seconds, f"{verdict} ({format_seconds(seconds.total)}/step)")
+        )

@@ -1,0 +1,122 @@
+"""Bills, plans and comparisons as tables in the terminal.
+
+Turns plain data into rich renderables; works nothing out.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
+from tightfit.planner.plan import Candidate, Limits, Plan, describe_policies
+from tightfit.policies import Tier
+from tightfit.units import MIB, format_bytes, format_seconds
+
+_SHOWN_ALTERNATIVES = 12
+_SMALL_BYTES = MIB // 2  # rows below are in report.json only
+
+
+def show_bill(console: Console, title: str, bill: MemoryTable, limits: Limits) -> None:
+    """Print a bill: kinds x tiers at each tier's peak, phases x tiers, and the shortage."""
+    console.print(Text(title, style="bold"))
+    console.print(_kinds_table(bill), _phases_table(bill))
+    console.print(_shortage(bill, limits))
+
+
+def _kinds_table(bill: MemoryTable) -> Table:
+    tiers = bill.tiers()
+    table = _table("at the peak", *[f"{tier} ({bill.peak_phase(tier)})" for tier in tiers])
+    for kind in Kind:
+        counts = [bill.kinds_at_peak(tier).get(kind, 0) for tier in tiers]
+        if any(counts):
+            table.add_row(str(kind), *map(_cell, counts))
+    table.add_section()
+    table.add_row("peak", *[format_bytes(bill.peak_bytes(tier)) for tier in tiers], style="bold")
+    return table
+
+
+def _phases_table(bill: MemoryTable) -> Table:
+    tiers = bill.tiers()
+    table = _table("peak by phase", *map(str, tiers))
+    for phase in Phase:
+        counts = [bill.phase_peak_bytes(phase, tier) for tier in tiers]
+        if any(counts):
+            table.add_row(str(phase), *map(_cell, counts))
+    return table
+
+
+def _shortage(bill: MemoryTable, limits: Limits) -> Text:
+    limit = limits.device_bytes
+    need = bill.peak_bytes(Tier.DEVICE)
+    missing = limits.missing_bytes(bill)
+    said = "no device limit" if limit is None else f"device limit {format_bytes(limit)}"
+    if missing > 0:
+        return Text(
+            f"needs {format_bytes(need)}, {said}: {format_bytes(missing)} missing", style="red"
+        )
+    return Text(f"needs {format_bytes(need)}, {said}: fits", style="green")
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Print a plan: what was chosen and why, what was turned down and why, peaks and time."""
+    console.print(Text("Plan: " + describe_policies(plan.policies), style="bold"))
+    for reason in plan.reasons:
+        console.print(Text(f"  + {reason}"))
+    if not plan.reasons:
+        console.print(Text("  plain training; no technique is needed"))
+    if plan.alternatives:
+        console.print(_alternatives_table(plan.alternatives))
+    peaks = ", ".join(
+        f"{tier} {format_bytes(plan.bill.peak_bytes(tier))}" for tier in plan.bill.tiers()
+    )
+    console.print(Text(f"predicted peak: {peaks}"))
+    parts = ", ".join(
+        f"{name} {format_seconds(seconds)}"
+        for name, seconds in plan.step_time.to_json().items()
+        if name != "total" and seconds >= 0.001
+    )
+    console.print(Text(f"predicted step: {format_seconds(plan.step_time.total)} ({parts})"))
+
+
+def _alternatives_table(alternatives: tuple[Candidate, ...]) -> RenderableType:
+    table = _table("turned down, fastest first", "because", right=False)
+    for candidate in alternatives[:_SHOWN_ALTERNATIVES]:
+        table.add_row(describe_policies(candidate.policies), candidate.verdict)
+    more = len(alternatives) - _SHOWN_ALTERNATIVES
+    return table if more <= 0 else Group(table, Text(f"  and {more} more in plan.yaml"))
+
+
+def show_comparison(console: Console, rows: list[Difference]) -> None:
+    """Print predicted beside measured: totals of every phase and tier, kinds at its peak."""
+    table = _table("predicted beside measured", "predicted", "measured", "error")
+    for row in rows:
+        if max(row.predicted_bytes, row.measured_bytes) < _SMALL_BYTES:
+            continue
+        if row.kind is None:
+            table.add_section()
+        name = f"{row.phase}, {row.tier}" if row.kind is None else f"  {row.kind}"
+        error = "" if row.error is None else f"{row.error:+.2%}"
+        table.add_row(
+            name,
+            _cell(row.predicted_bytes),
+            _cell(row.measured_bytes),
+            error,
+            style="bold" if row.kind is None else None,
+        )
+    console.print(table)
+
+
+def _table(*headers: str, right: bool = True) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    first, *rest = headers
+    table.add_column(first)
+    for header in rest:
+        table.add_column(header, justify="right" if right else "left")
+    return table
+
+
+def _cell(count: int) -> str:
+    return format_bytes(count) if count else "-"

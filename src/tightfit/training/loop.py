@@ -1,0 +1,252 @@
+"""The training loop: global batches through the engine, evaluation and checkpoints in between.
+
+The loss of a step is the mean over the trained tokens of its global batch, however it is split
+into micro-batches. Knows the engine's face, not what a plan made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase, get_scheduler
+
+from tightfit.engine.engine import Engine
+from tightfit.errors import ConfigError, Interrupted, TrainingError
+from tightfit.facts.job import Job
+from tightfit.monitor.memory import MemoryWatch
+from tightfit.monitor.records import EvaluationRecord, StepRecord
+from tightfit.training.batches import collate, global_batches, micro_batches, trained_tokens
+from tightfit.training.checkpoint import Progress, prune_checkpoints, save_checkpoint
+from tightfit.training.evaluation import evaluate, on_device
+from tightfit.training.interrupt import InterruptFlag
+from tightfit.training.samples import PreparedData, Sample
+
+_MAX_BAD_STEPS = 5  # in a row; each leaves the model as it was
+
+
+class Observer(Protocol):
+    """Whoever wants to see records as they come."""
+
+    def step(self, record: StepRecord) -> None:
+        """One optimizer step is done."""
+        ...
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """One evaluation is done."""
+        ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many steps a run has.
+
+    Attributes:
+        steps_per_epoch: the last may have fewer sequences.
+        total_steps: of the whole run.
+    """
+
+    steps_per_epoch: int
+    total_steps: int
+
+    @classmethod
+    def of(cls, job: Job, train_samples: int) -> Schedule:
+        """Steps of `job` over so many samples; `max_steps` wins over `num_train_epochs`."""
+        per_epoch = math.ceil(train_samples / job.global_batch_size)
+        epochs = math.ceil(job.num_train_epochs * per_epoch)
+        return cls(per_epoch, job.max_steps if job.max_steps > 0 else epochs)
+
+    def evaluations_due(self, job: Job, step: int) -> bool:
+        """Whether to evaluate after `step`; the last step is evaluated anyway."""
+        return step != self.total_steps and self._due(job.eval_strategy, job.eval_steps, step)
+
+    def save_due(self, job: Job, step: int) -> bool:
+        """Whether to save after `step`; after the last one always."""
+        return step == self.total_steps or self._due(job.save_strategy, job.save_steps, step)
+
+    def _due(self, strategy: str, every: int, step: int) -> bool:
+        interval = {"no": 0, "steps": every, "epoch": self.steps_per_epoch}[strategy]
+        return interval > 0 and step % interval == 0
+
+
+class TrainingLoop:
+    """Runs a job's steps.
+
+    Attributes:
+        records: one for each step done here.
+        evaluations: one for each evaluation done here.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        data: PreparedData,
+        tokenizer: PreTrainedTokenizerBase,
+        micro_batch_size: int,
+        output_dir: Path,
+        watch: MemoryWatch,
+        observers: list[Observer],
+    ) -> None:
+        self._job = job
+        self.engine = engine
+        self._data = data
+        self._tokenizer = tokenizer
+        self._micro_batch_size = micro_batch_size
+        self._output_dir = output_dir
+        self._watch = watch
+        self._observers = observers
+        self.schedule = Schedule.of(job, len(data.train))
+        self._scheduler = _scheduler(job, engine, self.schedule.total_steps)
+        self._bad_steps = 0
+        self.records: list[StepRecord] = []
+        self.evaluations: list[EvaluationRecord] = []
+        self.checkpoint: Path | None = None
+
+    def run(self, start: Progress | None = None) -> None:
+        """Train from `start` to the end.
+
+        Raises:
+            TrainingError: too many steps in a row whose gradients are not finite.
+            Interrupted: the user stopped it; a checkpoint was saved.
+        """
+        if start is not None:
+            self._scheduler.load_state_dict(start.scheduler)
+        else:
+            self.evaluate(step=0)
+        with InterruptFlag() as interrupt:
+            for progress, samples in self._steps(start):
+                self._one_step(progress, samples)
+                if self.schedule.evaluations_due(self._job, progress.step):
+                    self.evaluate(progress.step)
+                stop = interrupt.raised
+                if stop or self.schedule.save_due(self._job, progress.step):
+                    self._save(progress)
+                if stop:
+                    raise Interrupted(
+                        f"stopped after step {progress.step}; continue with --resume "
+                        f"(saved as {self.checkpoint})"
+                    )
+                self._release_watch(progress.step)
+        self.evaluate(self.schedule.total_steps)
+
+    def evaluate(self, step: int) -> None:
+        """Measure the held-out loss, if anything is held out."""
+        if self._data.held_out:
+            record = evaluate(
+                self.engine,
+                self._data.held_out,
+                self._job.per_device_eval_batch_size,
+                self._pad_token_id,
+                step,
+            )
+            self.evaluations.append(record)
+            for observer in self._observers:
+                observer.evaluation(record)
+
+    @property
+    def _pad_token_id(self) -> int:
+        pad = self._tokenizer.pad_token_id
+        assert isinstance(pad, int)
+        return pad
+
+    def _steps(self, start: Progress | None) -> Iterator[tuple[Progress, list[Sample]]]:
+        """The global batches that are left, each with the progress that it makes."""
+        step = start.step if start else 0
+        epoch = start.epoch if start else 0
+        skip = start.steps_in_epoch if start else 0
+        while step < self.schedule.total_steps:
+            batches = global_batches(
+                self._data.train, self._job.global_batch_size, self._job.seed, epoch
+            )
+            for index, samples in enumerate(batches):
+                if index < skip:
+                    continue
+                if step == self.schedule.total_steps:
+                    return
+                step += 1
+                yield Progress(step, epoch, index + 1, {}), samples
+            epoch, skip = epoch + 1, 0
+
+    def _one_step(self, progress: Progress, samples: list[Sample]) -> None:
+        begin = time.perf_counter()
+        learning_rate = float(self._scheduler.get_last_lr()[0])
+        loss, tokens = self._forward_backward(samples)
+        norm = self.engine.step()
+        self._scheduler.step()
+        record = StepRecord(
+            step=progress.step,
+            epoch=progress.epoch + progress.steps_in_epoch / self.schedule.steps_per_epoch,
+            loss=loss,
+            learning_rate=learning_rate,
+            grad_norm=norm,
+            tokens=tokens,
+            seconds=time.perf_counter() - begin,
+            device_bytes=self._watch.device_bytes(),
+            device_peak_bytes=self._watch.device_peak_bytes(),
+            skipped=not math.isfinite(norm),
+        )
+        self.records.append(record)
+        for observer in self._observers:
+            observer.step(record)
+        self._count_bad(record)
+
+    def _forward_backward(self, samples: list[Sample]) -> tuple[float, int]:
+        """Loss per trained token of the global batch, and the tokens processed."""
+        total, tokens = 0.0, 0
+        trained = trained_tokens(samples)
+        for group in micro_batches(samples, self._micro_batch_size):
+            batch = on_device(collate(group, self._pad_token_id), self.engine.device)
+            loss = self.engine.loss(batch.input_ids, batch.labels, trained)
+            self.engine.backward(loss)
+            total += float(loss.detach())
+            tokens += batch.input_ids.numel()
+            del loss
+        return total, tokens
+
+    def _count_bad(self, record: StepRecord) -> None:
+        self._bad_steps = self._bad_steps + 1 if record.skipped else 0
+        if self._bad_steps == _MAX_BAD_STEPS:
+            raise TrainingError(
+                f"the gradients of {_MAX_BAD_STEPS} steps in a row were not finite (last: step "
+                f"{record.step}, loss {record.loss}); lower learning_rate or look at the data"
+            )
+
+    def _save(self, progress: Progress) -> None:
+        state = self._scheduler.state_dict()
+        self.checkpoint = save_checkpoint(
+            self._output_dir,
+            self.engine,
+            self._tokenizer,
+            Progress(progress.step, progress.epoch, progress.steps_in_epoch, state),
+            with_optimizer=not self._job.save_only_model,
+        )
+        prune_checkpoints(self._output_dir, self._job.save_total_limit)
+
+    def _release_watch(self, step: int) -> None:
+        self._watch.step_done(step, evaluates=False, saves=self.checkpoint is None)
+
+
+def _scheduler(job: Job, engine: Engine, total_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule of transformers.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    warmup = job.warmup_steps
+    steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
+    try:
+        scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
+            job.lr_scheduler_type,
+            engine.optimizer,
+            num_warmup_steps=steps,
+            num_training_steps=total_steps,
+        )
+    except ValueError as error:
+        raise ConfigError(f"lr_scheduler_type: {error}") from None
+    return scheduler

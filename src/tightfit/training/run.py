@@ -1,0 +1,183 @@
+"""A training job from its keys to its result, in three steps that a caller can show in between.
+
+`prepare` looks at data, model and machine; `make_plan` decides; `train` loads, trains, evaluates
+and saves. Prints nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
+
+from tightfit.bill.table import MemoryTable
+from tightfit.dry_run import DTYPES, load_config
+from tightfit.engine.apply import fit
+from tightfit.errors import ModelNotFoundError
+from tightfit.facts.hardware import Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.model_spec import ModelSpec, load_model_spec
+from tightfit.facts.workload import Workload
+from tightfit.monitor.log import TrainerLog
+from tightfit.monitor.memory import MemoryWatch
+from tightfit.monitor.records import EvaluationRecord, StepRecord
+from tightfit.planner.machine import device_of, usable_hardware
+from tightfit.planner.plan import Plan
+from tightfit.planner.plan_file import write_plan
+from tightfit.planner.search import plan_job
+from tightfit.training.checkpoint import is_adapter, read_progress, restore
+from tightfit.training.evaluation import answer, prompt_tokens
+from tightfit.training.loop import Observer, TrainingLoop
+from tightfit.training.model import load_model
+from tightfit.training.output import LOG, PLAN, check_output_dir, open_output_dir
+from tightfit.training.samples import PreparedData, Sample, prepare_data
+from tightfit.training.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """Everything that is known before anything is decided."""
+
+    job: Job
+    spec: ModelSpec
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    workload: Workload
+    hardware: Hardware
+    output_dir: Path
+    resume_from: Path | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run gave.
+
+    Attributes:
+        answers: to the job's `sample_prompt`, before and after; empty without one.
+        checkpoint: the last one saved.
+    """
+
+    records: list[StepRecord]
+    evaluations: list[EvaluationRecord]
+    measured: MemoryTable
+    answers: list[str]
+    checkpoint: Path | None
+
+
+def prepare(job: Job) -> PreparedRun:
+    """Check and read everything but the weights.
+
+    Raises:
+        InputError: any mistake in the job, its files or its output folder.
+    """
+    output_dir, resume_from = check_output_dir(job)
+    spec = load_model_spec(job.model_name_or_path)
+    if spec.source == "catalogue":
+        raise ModelNotFoundError(
+            f"{job.model_name_or_path} is known by its config only; training needs its weights: "
+            "download it and give the folder, or put it into the Hub cache (HF_HOME)"
+        )
+    tokenizer = load_tokenizer(job.model_name_or_path)
+    data = prepare_data(job, tokenizer)
+    return PreparedRun(
+        job=job,
+        spec=spec,
+        config=load_config(spec.config),
+        tokenizer=tokenizer,
+        data=data,
+        workload=workload_of(job, data, tokenizer),
+        hardware=usable_hardware(output_dir),
+        output_dir=output_dir,
+        resume_from=resume_from,
+    )
+
+
+def workload_of(job: Job, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> Workload:
+    """The shapes that this data will really have."""
+    generated = 0
+    if job.sample_prompt is not None:
+        generated = prompt_tokens(tokenizer, job.sample_prompt).shape[1] + job.max_new_tokens
+    return Workload(
+        sequence_length=_longest(data.train),
+        global_batch_size=job.global_batch_size,
+        evaluation_sequence_length=_longest(data.held_out),
+        evaluation_batch_size=min(job.per_device_eval_batch_size, max(1, len(data.held_out))),
+        generation_length=generated,
+    )
+
+
+def _longest(samples: list[Sample]) -> int:
+    return max((len(sample.input_ids) for sample in samples), default=0)
+
+
+def make_plan(run: PreparedRun) -> Plan:
+    """Decide how to train.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+    """
+    return plan_job(run.job, run.config, run.workload, run.hardware)
+
+
+def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
+    """Train as planned and save.
+
+    Raises:
+        TrainingError: training could not go on.
+        Interrupted: the user stopped it; a checkpoint was saved.
+        torch.OutOfMemoryError: the device's limit was crossed.
+    """
+    job = run.job
+    open_output_dir(job, run.output_dir)
+    write_plan(plan, run.output_dir / PLAN)
+    set_seed(job.seed)
+    device = device_of(run.hardware)
+    answers: list[str] = []
+    with MemoryWatch(device, enforced_bytes(job, plan)) as watch:
+        loop = _build(run, plan, device, watch, observers)
+        start = None
+        if run.resume_from is not None:
+            start = read_progress(run.resume_from)
+            restore(run.resume_from, loop.engine)
+        elif job.sample_prompt is not None:
+            answers.append(
+                answer(loop.engine, run.tokenizer, job.sample_prompt, job.max_new_tokens)
+            )
+        loop.run(start)
+        if job.sample_prompt is not None:
+            answers.append(
+                answer(loop.engine, run.tokenizer, job.sample_prompt, job.max_new_tokens)
+            )
+    return RunResult(loop.records, loop.evaluations, watch.table(), answers, loop.checkpoint)
+
+
+def enforced_bytes(job: Job, plan: Plan) -> int | None:
+    """The device limit that is enforced: one that was asked for, not what happens to be free."""
+    return None if job.memory_limit in ("auto", "none") else plan.limits.device_bytes
+
+
+def _build(
+    run: PreparedRun,
+    plan: Plan,
+    device: torch.device,
+    watch: MemoryWatch,
+    observers: list[Observer],
+) -> TrainingLoop:
+    weights = run.resume_from
+    if weights is None or is_adapter(weights):
+        weights = Path(run.job.model_name_or_path)
+    model = load_model(weights, DTYPES[plan.policies.precision.parameters], device)
+    log = TrainerLog(run.output_dir / LOG, run.job.logging_steps)
+    return TrainingLoop(
+        run.job,
+        fit(model, plan.policies),
+        run.data,
+        run.tokenizer,
+        plan.policies.batch.micro_batch_size,
+        run.output_dir,
+        watch,
+        [*observers, log],
+    )

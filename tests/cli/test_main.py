@@ -1,0 +1,163 @@
+"""The command: verbs, exit codes, what goes where, and what is not imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tightfit.cli.main import main
+from tightfit.errors import DataError, DoesNotFitError, TightfitError
+from tightfit.facts.job import Job
+
+
+class Verbs:
+    """Stands in for the files of the verbs and remembers the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Job, dict[str, Any]]] = []
+        self.raises: BaseException | None = None
+
+    def module(self, verb: str) -> ModuleType:
+        def run(job: Job, **options: Any) -> int:
+            self.calls.append((verb, job, options))
+            if self.raises is not None:
+                raise self.raises
+            return 0
+
+        module = ModuleType(f"tightfit.cli.{verb}")
+        module.run = run  # type: ignore[attr-defined]
+        return module
+
+
+@pytest.fixture
+def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
+    fake = Verbs()
+    for verb in ("train", "plan", "estimate"):
+        monkeypatch.setitem(sys.modules, f"tightfit.cli.{verb}", fake.module(verb))
+    return fake
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text("model_name_or_path: m\nseed: 7\n")
+    return str(path)
+
+
+def test_train(verbs: Verbs, config: str) -> None:
+    assert main(["train", config, "--learning-rate", "1e-3", "--resume"]) == 0
+    (verb, job, options) = verbs.calls[0]
+    assert (verb, options) == ("train", {})
+    assert (job.seed, job.learning_rate, job.resume) == (7, 1e-3, True)
+
+
+def test_flags_may_stand_before_the_file(verbs: Verbs, config: str) -> None:
+    assert main(["train", "--resume", config]) == 0
+    assert verbs.calls[0][1].resume
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_plan_and_estimate(verbs: Verbs, config: str, as_json: bool) -> None:
+    flags = ["--json"] * as_json
+    assert main(["plan", config, *flags]) == 0
+    assert main(["plan", "--model_name_or_path", "m", *flags]) == 0
+    assert main(["estimate", "Qwen/Qwen3-8B", "--cutoff_len", "512", *flags]) == 0
+    assert [verb for verb, _, _ in verbs.calls] == ["plan", "plan", "estimate"]
+    assert all(options == {"as_json": as_json} for _, _, options in verbs.calls)
+    assert verbs.calls[2][1].model_name_or_path == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TightfitError("it broke"), 1),
+        (DataError("rows.jsonl, row 3: broken"), 2),
+        (DoesNotFitError("120 MiB are missing", 120), 3),
+    ],
+)
+def test_errors_become_messages_and_exit_codes(
+    verbs: Verbs, config: str, capsys: pytest.CaptureFixture[str], error: TightfitError, code: int
+) -> None:
+    verbs.raises = error
+    assert main(["train", config]) == code
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {error}\n"
+    assert captured.out == ""
+
+
+def test_interrupt(verbs: Verbs, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verbs.raises = KeyboardInterrupt()
+    assert main(["train", config]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_faults_of_tightfit_are_not_hidden(verbs: Verbs, config: str) -> None:
+    verbs.raises = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        main(["train", config])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "nowhere.yaml"], "there is no file nowhere.yaml"),
+        (["train", "--lerning_rate", "1"], "Did you mean --learning_rate?"),
+        (["train"], "model_name_or_path is missing"),
+        (["train", "--model", "m", "a.yaml", "b.yaml"], "unexpected argument 'b.yaml'"),
+        (["estimate", "job.yaml"], "tightfit plan job.yaml"),
+        (["plan", "--model", "m", "--json", "--seed", "x"], "--seed: 'x' is not accepted"),
+    ],
+)
+def test_wrong_arguments(
+    verbs: Verbs, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert not verbs.calls
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["estimate"], ["train", "--seed"]])
+def test_what_argparse_refuses(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("tightfit 0.")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+def test_help_is_quick_because_it_imports_little(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from tightfit.cli.main import main\n"
+        "try:\n"
+        f"    main({words!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "tightfit" in result.stdout
+
+
+def test_help_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--learning_rate X Highest learning rate. [5e-05]" in text
+    assert all(f"--{key}" in text for key in Job.model_fields)
+    assert "--evaluation_strategy" not in text

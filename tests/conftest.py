@@ -1,0 +1,82 @@
+"""A real small tokenizer and a real small model, made here: the suite needs no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT = [
+    "The assistant answers the question of the user in a few words.\n\nThen the next one.",
+    "What is a tokenizer? It cuts text into tokens, which a model reads one after the other.",
+    "Memory is full: the optimizer holds two numbers for each parameter, and gradients one.\n\n",
+]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of about 400 tokens with ChatML's special tokens and template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(TEXT * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        chat_template=CHATML,
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Shared, so leave it as it is; `fresh_tokenizer` may be changed."""
+    return make_tokenizer()
+
+
+@pytest.fixture
+def fresh_tokenizer() -> PreTrainedTokenizerFast:
+    """One that a test may change."""
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A folder with a random Llama of 3 layers and its tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
