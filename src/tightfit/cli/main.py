@@ -6,8 +6,11 @@ Knows which verbs there are, not what they do; each is imported when it is calle
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,8 +29,18 @@ exit codes: 0 done; 1 failed; 2 bad arguments, config or data; 3 nothing fits; 1
 
 
 def entry_point() -> None:
-    """Run the command line of this process and exit with its code."""
-    sys.exit(main(sys.argv[1:]))
+    """Run the command line of this process and exit with its code.
+
+    Taking torch and transformers apart object by object takes a second that `plan` and
+    `estimate`, which leave nothing open, need not wait for.
+    """
+    arguments = sys.argv[1:]
+    code = main(arguments)
+    if code == 0 and arguments[:1] in (["plan"], ["estimate"]):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,20 +83,33 @@ def _job(arguments: argparse.Namespace) -> Job:
     return load_job(None if config is None else Path(config), overrides)
 
 
+@contextmanager
+def _quick_imports() -> Iterator[None]:
+    """No garbage collection inside: imports make no garbage and take a fifth less time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _train(job: Job) -> int:
-    from tightfit.cli.train import run
+    with _quick_imports():
+        from tightfit.cli.train import run
 
     return run(job)
 
 
 def _plan(job: Job, as_json: bool) -> int:
-    from tightfit.cli.plan import run
+    with _quick_imports():
+        from tightfit.cli.plan import run
 
     return run(job, as_json=as_json)
 
 
 def _estimate(job: Job, as_json: bool) -> int:
-    from tightfit.cli.estimate import run
+    with _quick_imports():
+        from tightfit.cli.estimate import run
 
     return run(job, as_json=as_json)
 

@@ -29,6 +29,7 @@ class Engine:
         self.model = model
         self.optimizer = optimizer
         self._gradients = gradients
+        model.register_forward_pre_hook(_begin_forward)
 
     @property
     def device(self) -> torch.device:
@@ -47,7 +48,6 @@ class Engine:
             trained_tokens: trained tokens of the whole global batch, so that the sum over its
                 micro-batches is the loss per token however it is split.
         """
-        ledger.set_phase(Phase.FORWARD)
         loss: torch.Tensor = self.model(
             input_ids=input_ids,
             labels=labels,
@@ -64,7 +64,6 @@ class Engine:
         """
         ledger.set_phase(Phase.BACKWARD)
         loss.backward()
-        ledger.set_phase(Phase.FORWARD)
 
     def step(self) -> float:
         """Clip by the exact global norm, update, forget the gradients; returns the norm.
@@ -74,7 +73,6 @@ class Engine:
         ledger.set_phase(Phase.STEP)
         norm = self.optimizer.step(self._gradients.take())
         self._gradients.clear()
-        ledger.set_phase(Phase.FORWARD)
         return float(norm)
 
     def discard_gradients(self) -> None:
@@ -98,3 +96,9 @@ class Engine:
                 )
         finally:
             self.model.train(training)
+
+
+def _begin_forward(module: nn.Module, inputs: object) -> None:
+    """Whoever calls the model with gradients on begins a forward."""
+    if torch.is_grad_enabled():
+        ledger.set_phase(Phase.FORWARD)

@@ -1,18 +1,20 @@
 """The ledger of a run, and how long it stays on.
 
 With an enforced limit (on a CPU) it counts throughout; else it counts load, the first optimizer
-steps, the first evaluation and the first save, and is taken off, because it costs about 10% of a
-CPU's time. On a card the allocator's own counters go on for nothing.
+steps, the first evaluation and the first save, and is off in between, because it costs about 10%
+of a CPU's time. On a card the allocator's own counters go on for nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from tightfit.bill.table import MemoryTable, Phase
+from tightfit.bill.table import MemoryTable
 from tightfit.ledger import Ledger
 from tightfit.policies import Tier
 
@@ -34,7 +36,6 @@ class MemoryWatch:
         limits = {Tier.DEVICE: enforced_bytes} if enforced_bytes and self._enforced else {}
         self.ledger = Ledger(device, limits)
         self._counting = False
-        self._seen: set[Phase] = set()
         if enforced_bytes is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, enforced_bytes / total), device)
@@ -54,19 +55,27 @@ class MemoryWatch:
             self._counting = False
             self.ledger.__exit__(kind, error, trace)
 
-    def step_done(self, steps: int, *, evaluates: bool, saves: bool) -> None:
-        """Take the ledger off once it has counted what there is to count.
+    def step_done(self, steps: int) -> None:
+        """Take the ledger off once it has counted enough steps.
 
         Args:
-            steps: optimizer steps done.
-            evaluates, saves: whether an evaluation or a save is still to be counted.
+            steps: optimizer steps done while it was there.
         """
-        if (
-            self._counting
-            and not (self._enforced or evaluates or saves)
-            and (steps >= _STEPS_TO_COUNT)
-        ):
+        if self._counting and not self._enforced and steps >= _STEPS_TO_COUNT:
             self.__exit__(None, None, None)
+
+    @contextmanager
+    def counting(self, *, unless: bool = False) -> Iterator[None]:
+        """Count inside although the ledger was taken off; it still follows what it knew.
+
+        Args:
+            unless: leave it off, as this was counted before.
+        """
+        if self._counting or unless:
+            yield
+            return
+        with self:
+            yield
 
     def table(self) -> MemoryTable:
         """What was measured, by phase, tier and kind."""

@@ -96,7 +96,7 @@ def _longest_sequence_that_fits(policies: Policies, pricing: Pricing, limits: Li
             sequence_length=length,
             evaluation_sequence_length=min(length, pricing.workload.evaluation_sequence_length),
         )
-        shorter = Pricing(pricing.config, workload, pricing.rates)
+        shorter = Pricing(pricing.plain, pricing.config, workload, pricing.rates)
         if limits.missing_bytes(shorter.bill(policies)) <= 0:
             return length
         length //= 2

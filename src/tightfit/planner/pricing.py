@@ -17,13 +17,18 @@ from tightfit.facts.workload import Workload
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import ModelCost, predict_step_time
-from tightfit.policies import AdapterPolicy, BatchPolicy, Policies, Tier
+from tightfit.policies import AdapterPolicy, Policies, Tier
 
 
 @dataclass
 class Pricing:
-    """Prices of one model and workload on one machine."""
+    """Prices of one model and workload on one machine.
 
+    Attributes:
+        plain: the job without techniques; counts that do not depend on them are taken from it.
+    """
+
+    plain: Policies
     config: PretrainedConfig
     workload: Workload
     rates: Rates
@@ -42,7 +47,7 @@ class Pricing:
 
     def least_device_bytes(self, policies: Policies) -> int:
         """What model states alone put on the device, whatever the batch: a lower bound."""
-        counts = self._shape_run(policies.adapter)
+        counts = self._plain_run(policies.adapter)
         states = model_state_bytes(counts.trainable, counts.frozen, policies)[Tier.DEVICE]
         return sum(states.values()) - states.get(Kind.GRADIENTS, 0)
 
@@ -50,12 +55,11 @@ class Pricing:
         """Predicted seconds of one optimizer step."""
         return predict_step_time(self._cost(policies), policies, self.workload, self.rates)
 
-    def _shape_run(self, adapter: AdapterPolicy | None) -> DryRun:
-        """A plain run of the smallest batch, for counts that depend on the adapter only."""
-        return self.run(replace(Policies(batch=BatchPolicy(1, 1)), adapter=adapter))
+    def _plain_run(self, adapter: AdapterPolicy | None) -> DryRun:
+        return self.run(replace(self.plain, adapter=adapter))
 
     def _cost(self, policies: Policies) -> ModelCost:
-        run = self._shape_run(policies.adapter)
+        run = self._plain_run(policies.adapter)
         config = self.config
         head = config.vocab_size * config.hidden_size
         total = run.trainable + run.frozen
@@ -70,6 +74,6 @@ class Pricing:
 
     @cached_property
     def _activation_bytes_per_token(self) -> float:
-        forward = self._shape_run(None).table.peaks
-        peak = max(kinds[Tier.DEVICE].get(Kind.ACTIVATIONS, 0) for kinds in forward.values())
-        return peak / self.workload.sequence_length
+        peaks = self._plain_run(self.plain.adapter).table.peaks
+        most = max(kinds[Tier.DEVICE].get(Kind.ACTIVATIONS, 0) for kinds in peaks.values())
+        return most / (self.plain.batch.micro_batch_size * self.workload.sequence_length)

@@ -81,7 +81,9 @@ def _prepare(
     rates = rates or measure_rates(
         device, DTYPES[precision] if device.type == "cuda" else torch.float32
     )
-    return _Search(Pricing(config, workload, rates), options, limits_of(job, hardware))
+    return _Search(
+        Pricing(options.plain(), config, workload, rates), options, limits_of(job, hardware)
+    )
 
 
 def default_precision(hardware: Hardware) -> str:

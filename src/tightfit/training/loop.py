@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from tightfit.engine.engine import Engine
@@ -102,7 +103,7 @@ class TrainingLoop:
         self._watch = watch
         self._observers = observers
         self.schedule = Schedule.of(job, len(data.train))
-        self._scheduler = _scheduler(job, engine, self.schedule.total_steps)
+        self._scheduler = _scheduler(job, engine.optimizer, self.schedule.total_steps)
         self._bad_steps = 0
         self.records: list[StepRecord] = []
         self.evaluations: list[EvaluationRecord] = []
@@ -116,7 +117,7 @@ class TrainingLoop:
             Interrupted: the user stopped it; a checkpoint was saved.
         """
         if start is not None:
-            self._scheduler.load_state_dict(start.scheduler)
+            _restore_scheduler(self._scheduler, start.scheduler)
         else:
             self.evaluate(step=0)
         with InterruptFlag() as interrupt:
@@ -128,23 +129,21 @@ class TrainingLoop:
                 if stop or self.schedule.save_due(self._job, progress.step):
                     self._save(progress)
                 if stop:
-                    raise Interrupted(
-                        f"stopped after step {progress.step}; continue with --resume "
-                        f"(saved as {self.checkpoint})"
-                    )
-                self._release_watch(progress.step)
+                    raise Interrupted(self._stopped(progress.step))
+                self._watch.step_done(len(self.records))
         self.evaluate(self.schedule.total_steps)
 
     def evaluate(self, step: int) -> None:
         """Measure the held-out loss, if anything is held out."""
         if self._data.held_out:
-            record = evaluate(
-                self.engine,
-                self._data.held_out,
-                self._job.per_device_eval_batch_size,
-                self._pad_token_id,
-                step,
-            )
+            with self._watch.counting(unless=bool(self.evaluations)):
+                record = evaluate(
+                    self.engine,
+                    self._data.held_out,
+                    self._job.per_device_eval_batch_size,
+                    self._pad_token_id,
+                    step,
+                )
             self.evaluations.append(record)
             for observer in self._observers:
                 observer.evaluation(record)
@@ -170,8 +169,18 @@ class TrainingLoop:
                 if step == self.schedule.total_steps:
                     return
                 step += 1
-                yield Progress(step, epoch, index + 1, {}), samples
+                yield self._progress(step, epoch, index + 1), samples
             epoch, skip = epoch + 1, 0
+
+    def _progress(self, step: int, epoch: int, steps_in_epoch: int) -> Progress:
+        return Progress(
+            step=step,
+            epoch=epoch,
+            steps_in_epoch=steps_in_epoch,
+            global_batch_size=self._job.global_batch_size,
+            train_samples=len(self._data.train),
+            seed=self._job.seed,
+        )
 
     def _one_step(self, progress: Progress, samples: list[Sample]) -> None:
         begin = time.perf_counter()
@@ -218,35 +227,63 @@ class TrainingLoop:
             )
 
     def _save(self, progress: Progress) -> None:
-        state = self._scheduler.state_dict()
-        self.checkpoint = save_checkpoint(
-            self._output_dir,
-            self.engine,
-            self._tokenizer,
-            Progress(progress.step, progress.epoch, progress.steps_in_epoch, state),
-            with_optimizer=not self._job.save_only_model,
-        )
+        with self._watch.counting(unless=self.checkpoint is not None):
+            self.checkpoint = save_checkpoint(
+                self._output_dir,
+                self.engine,
+                self._tokenizer,
+                replace(progress, scheduler=self._scheduler.state_dict()),
+                with_optimizer=not self._job.save_only_model,
+            )
         prune_checkpoints(self._output_dir, self._job.save_total_limit)
 
-    def _release_watch(self, step: int) -> None:
-        self._watch.step_done(step, evaluates=False, saves=self.checkpoint is None)
+    def _stopped(self, step: int) -> str:
+        if self._job.save_only_model:
+            return (
+                f"stopped after step {step}; the model is saved as {self.checkpoint}, without the "
+                "optimizer (save_only_model), so the run cannot be resumed"
+            )
+        return f"stopped after step {step}; continue with --resume (saved as {self.checkpoint})"
 
 
-def _scheduler(job: Job, engine: Engine, total_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+def check_scheduler(job: Job, total_steps: int) -> None:
+    """See that the job's schedule can be made, on an optimizer of nothing.
+
+    Raises:
+        ConfigError: there is none of that name, or it needs settings that a job has not.
+    """
+    nothing = torch.optim.SGD([torch.zeros(1)], lr=job.learning_rate)
+    scheduler = _scheduler(job, nothing, total_steps)
+    if not isinstance(scheduler, LambdaLR):
+        raise ConfigError(
+            f"lr_scheduler_type: {job.lr_scheduler_type} cannot be used, as it follows more than "
+            "the step; use linear, cosine or constant_with_warmup"
+        )
+
+
+def _scheduler(job: Job, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
     """A schedule of transformers.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or it needs settings that a job has not.
     """
     warmup = job.warmup_steps
     steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
     try:
-        scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
+        scheduler: LRScheduler = get_scheduler(
             job.lr_scheduler_type,
-            engine.optimizer,
+            optimizer,
             num_warmup_steps=steps,
             num_training_steps=total_steps,
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"lr_scheduler_type: {error}") from None
     return scheduler
+
+
+def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    """Go on where `state` was saved; torch restores the counters, not the optimizer's rates."""
+    scheduler.load_state_dict(state)
+    rates = scheduler.get_last_lr()
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

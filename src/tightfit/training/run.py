@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
 from tightfit.bill.table import MemoryTable
 from tightfit.dry_run import DTYPES, load_config
 from tightfit.engine.apply import fit
-from tightfit.errors import ModelNotFoundError
+from tightfit.errors import ConfigError, DoesNotFitError, ModelNotFoundError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
@@ -27,9 +27,9 @@ from tightfit.planner.machine import device_of, usable_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.plan_file import write_plan
 from tightfit.planner.search import plan_job
-from tightfit.training.checkpoint import is_adapter, read_progress, restore
+from tightfit.training.checkpoint import Progress, is_adapter, read_progress, restore
 from tightfit.training.evaluation import answer, prompt_tokens
-from tightfit.training.loop import Observer, TrainingLoop
+from tightfit.training.loop import Observer, Schedule, TrainingLoop, check_scheduler
 from tightfit.training.model import load_model
 from tightfit.training.output import LOG, PLAN, check_output_dir, open_output_dir
 from tightfit.training.samples import PreparedData, Sample, prepare_data
@@ -57,7 +57,7 @@ class RunResult:
 
     Attributes:
         answers: to the job's `sample_prompt`, before and after; empty without one.
-        checkpoint: the last one saved.
+        checkpoint: the last one saved, or the one resumed from where no step was left to do.
     """
 
     records: list[StepRecord]
@@ -74,6 +74,7 @@ def prepare(job: Job) -> PreparedRun:
         InputError: any mistake in the job, its files or its output folder.
     """
     output_dir, resume_from = check_output_dir(job)
+    _check_prompt(job)
     spec = load_model_spec(job.model_name_or_path)
     if spec.source == "catalogue":
         raise ModelNotFoundError(
@@ -82,6 +83,9 @@ def prepare(job: Job) -> PreparedRun:
         )
     tokenizer = load_tokenizer(job.model_name_or_path)
     data = prepare_data(job, tokenizer)
+    check_scheduler(job, Schedule.of(job, len(data.train)).total_steps)
+    if resume_from is not None:
+        read_progress(resume_from).check(job, len(data.train))
     return PreparedRun(
         job=job,
         spec=spec,
@@ -113,13 +117,25 @@ def _longest(samples: list[Sample]) -> int:
     return max((len(sample.input_ids) for sample in samples), default=0)
 
 
+def _check_prompt(job: Job) -> None:
+    if job.sample_prompt is not None and not job.sample_prompt.strip():
+        raise ConfigError("sample_prompt is empty; write a question, or leave it out")
+
+
 def make_plan(run: PreparedRun) -> Plan:
-    """Decide how to train.
+    """Decide how to train; a resumed run goes on with its own plan as long as that fits.
 
     Raises:
         DoesNotFitError: nothing fits.
     """
-    return plan_job(run.job, run.config, run.workload, run.hardware)
+    job, own_plan = run.job, run.output_dir / PLAN
+    if run.resume_from is not None and job.plan is None and own_plan.is_file():
+        same = job.model_copy(update={"plan": str(own_plan)})
+        try:
+            return plan_job(same, run.config, run.workload, run.hardware)
+        except DoesNotFitError:
+            pass  # the machine or the limit is another one now
+    return plan_job(job, run.config, run.workload, run.hardware)
 
 
 def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
@@ -131,27 +147,38 @@ def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
         torch.OutOfMemoryError: the device's limit was crossed.
     """
     job = run.job
-    open_output_dir(job, run.output_dir)
-    write_plan(plan, run.output_dir / PLAN)
     set_seed(job.seed)
     device = device_of(run.hardware)
     answers: list[str] = []
     with MemoryWatch(device, enforced_bytes(job, plan)) as watch:
         loop = _build(run, plan, device, watch, observers)
-        start = None
-        if run.resume_from is not None:
-            start = read_progress(run.resume_from)
-            restore(run.resume_from, loop.engine)
-        elif job.sample_prompt is not None:
-            answers.append(
-                answer(loop.engine, run.tokenizer, job.sample_prompt, job.max_new_tokens)
-            )
+        start = _restored(run, loop)
+        # Only now, when nothing that the job names can be wrong any more.
+        open_output_dir(job, run.output_dir)
+        write_plan(plan, run.output_dir / PLAN)
+        if start is None:
+            answers += _answers(run, loop)
         loop.run(start)
-        if job.sample_prompt is not None:
-            answers.append(
-                answer(loop.engine, run.tokenizer, job.sample_prompt, job.max_new_tokens)
-            )
-    return RunResult(loop.records, loop.evaluations, watch.table(), answers, loop.checkpoint)
+        with watch.counting():
+            answers += _answers(run, loop)
+    checkpoint = loop.checkpoint or run.resume_from
+    return RunResult(loop.records, loop.evaluations, watch.table(), answers, checkpoint)
+
+
+def _restored(run: PreparedRun, loop: TrainingLoop) -> Progress | None:
+    """Put the checkpoint to resume from into the loop's engine; where it stood."""
+    if run.resume_from is None:
+        return None
+    restore(run.resume_from, loop.engine)
+    return read_progress(run.resume_from)
+
+
+def _answers(run: PreparedRun, loop: TrainingLoop) -> list[str]:
+    """The model's answer to the job's question, if it has one."""
+    question = run.job.sample_prompt
+    if question is None:
+        return []
+    return [answer(loop.engine, run.tokenizer, question, run.job.max_new_tokens)]
 
 
 def enforced_bytes(job: Job, plan: Plan) -> int | None:
