@@ -5,9 +5,11 @@ Thin on purpose; the work is done where the command line does it.
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from tightfit.dry_run import DTYPES, load_config
@@ -48,13 +50,32 @@ def plan(
     else:
         name, config = model.config.name_or_path or type(model).__name__, model.config
         keys.setdefault("precision", _precision_of(model))
-    try:
-        job = Job(
-            model_name_or_path=name, **{"train_batch_size": workload.global_batch_size, **keys}
+    job = _job({"model_name_or_path": name, "train_batch_size": workload.global_batch_size} | keys)
+    if job.global_batch_size != workload.global_batch_size:
+        raise ConfigError(
+            f"train_batch_size {job.global_batch_size} contradicts the workload's "
+            f"global_batch_size {workload.global_batch_size}; give one"
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     return plan_job(job, config, workload, hardware or usable_hardware(Path()))
+
+
+def _job(keys: dict[str, Any]) -> Job:
+    """The job of these keys.
+
+    Raises:
+        ConfigError: one is unknown or its value is wrong; says which.
+    """
+    for key in keys:
+        if key not in Job.model_fields:
+            near = difflib.get_close_matches(key, Job.model_fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else "docs/config.md lists them"
+            raise ConfigError(f"{key} is not a key of a job; {hint}")
+    try:
+        return Job(**keys)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = "".join(f"{part}: " for part in problem["loc"][:1])
+        raise ConfigError(f"{where}{problem['msg'].removeprefix('Value error, ')}") from None
 
 
 def fit(model: PreTrainedModel, plan: Plan) -> Engine:

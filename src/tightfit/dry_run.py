@@ -1,10 +1,11 @@
 """The real engine on fake tensors: what a job will allocate, without allocating it.
 
 A `FakeTensorMode` gives every tensor a shape and no storage; the ledger counts them as it counts
-real ones. Runs at full depth, or on two and three layers and then along a straight line: every
-part of a step (a section) allocates a + b x layers at its highest moment, so each section is
-extrapolated by itself and the highest is taken afterwards, wherever the peak moves. Middle layers
-lie on the line between the first and the last and are never above both.
+real ones. Runs at full depth, or on a few layers and a few more and then along a straight line:
+every part of a step (a section) allocates a + b x layers at its highest moment, so each section is
+extrapolated by itself and the highest is taken afterwards, wherever the peak moves. Where all
+layers are of one type two and three are enough: middle layers lie on the line between the first
+and the last and are never above both. Where types take turns, whole rounds of them are added.
 
 Knows the engine and the facts, not how a plan is found.
 """
@@ -59,24 +60,27 @@ def dry_run(
 
     Args:
         config: of a causal language model of transformers.
-        full_depth: run all layers instead of extrapolating from two and three.
+        full_depth: run all layers instead of extrapolating from a few.
 
     Raises:
         UnsupportedError: the engine cannot apply a policy to this model.
     """
     depth = config.num_hidden_layers
-    if full_depth or depth <= SHALLOW + 1:
+    period = _period(_layer_patterns(config), depth)
+    shallow = _shallow_depth(depth, period)
+    if full_depth or depth <= shallow + period:
         sections, counts = _run(config, policies, workload)
         return DryRun(table_of_sections(sections), *counts)
-    two, counts_two = _run(_with_depth(config, SHALLOW), policies, workload)
-    three, counts_three = _run(_with_depth(config, SHALLOW + 1), policies, workload)
+    few, counts_few = _run(_with_depth(config, shallow), policies, workload)
+    more, counts_more = _run(_with_depth(config, shallow + period), policies, workload)
+    steps = (depth - shallow) // period
     sections = {
         section: {
-            tier: _extrapolate(two[section][tier], three[section][tier], depth) for tier in Tier
+            tier: _extrapolate(few[section][tier], more[section][tier], steps) for tier in Tier
         }
-        for section in two
+        for section in few
     }
-    trainable, frozen = (_line(a, b, depth) for a, b in zip(counts_two, counts_three, strict=True))
+    trainable, frozen = (_line(a, b, steps) for a, b in zip(counts_few, counts_more, strict=True))
     return DryRun(table_of_sections(sections), trainable, frozen)
 
 
@@ -86,21 +90,46 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(config["model_type"], **fields)
 
 
-def _line(at_two: int, at_three: int, depth: int) -> int:
-    return at_two + (depth - SHALLOW) * (at_three - at_two)
+def _layer_patterns(config: PretrainedConfig) -> dict[str, list[Any]]:
+    """The fields of a config that say something about each layer, such as `layer_types`."""
+    depth = config.num_hidden_layers
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if isinstance(value, list) and len(value) == depth
+    }
 
 
-def _extrapolate(two: Kinds, three: Kinds, depth: int) -> Kinds:
-    kinds = {kind: _line(two.get(kind, 0), three.get(kind, 0), depth) for kind in Kind}
+def _period(patterns: dict[str, list[Any]], depth: int) -> int:
+    """After how many layers all patterns repeat: 1 where all layers are alike."""
+    return next(
+        period
+        for period in range(1, depth + 1)
+        if all(value[period:] == value[:-period] for value in patterns.values())
+    )
+
+
+def _shallow_depth(depth: int, period: int) -> int:
+    """The smaller of the two depths to run: whole periods away from `depth`, and with a first, a
+    last and, where types differ, all middle layers."""
+    if period == 1:
+        return SHALLOW
+    shallow = depth % period + period
+    return shallow if shallow >= period + SHALLOW else shallow + period
+
+
+def _line(at_few: int, at_more: int, steps: int) -> int:
+    return at_few + steps * (at_more - at_few)
+
+
+def _extrapolate(few: Kinds, more: Kinds, steps: int) -> Kinds:
+    kinds = {kind: _line(few.get(kind, 0), more.get(kind, 0), steps) for kind in Kind}
     return {kind: count for kind, count in kinds.items() if count}
 
 
 def _with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    fields = config.to_dict()
-    fields["num_hidden_layers"] = layers
-    if isinstance(fields.get("layer_types"), list):
-        fields["layer_types"] = fields["layer_types"][:layers]
-    return load_config(fields)
+    cut = {key: value[:layers] for key, value in _layer_patterns(config).items()}
+    return load_config({**config.to_dict(), "num_hidden_layers": layers, **cut})
 
 
 def _run(
@@ -110,7 +139,7 @@ def _run(
     fakes = (FakeTensorMode(), _ReadsAreOne())  # type: ignore[no-untyped-call]
     with _no_packing_check(), _no_module_moves(), fakes[0], fakes[1]:
         model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[policies.precision.parameters], attn_implementation="sdpa"
+            config, dtype=DTYPES[policies.precision.parameters]
         )
         layers = decoder_layers(model)
         with Ledger() as counting:
@@ -118,6 +147,7 @@ def _run(
             engine = fit(model, policies)
             _follow_layers(layers, counting)
             _train_step(engine, policies, workload)
+            counting.set_section(Phase.FORWARD, "next step")
             _evaluate(engine, workload)
             _generate(engine, workload)
             # Saving writes tensors from where they are; nothing more lives than between steps.
@@ -153,10 +183,14 @@ def _generate(engine: Engine, workload: Workload) -> None:
         return
     with ledger.phase(Phase.EVAL):
         engine.model.eval()
-        prompt, _ = fake_batch(1, workload.generation_length - 1)
-        cache = engine.model(input_ids=prompt, use_cache=True, logits_to_keep=1).cache
-        engine.model(input_ids=prompt[:, :1], cache=cache, use_cache=True)
+        _predict_last_token(engine, workload.generation_length)
         engine.model.train()
+
+
+def _predict_last_token(engine: Engine, length: int) -> None:
+    prompt, _ = fake_batch(1, length - 1)
+    cache = engine.model(input_ids=prompt, use_cache=True, logits_to_keep=1).cache
+    engine.model(input_ids=prompt[:, :1], cache=cache, use_cache=True)
 
 
 def fake_batch(batch_size: int, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:

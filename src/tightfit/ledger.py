@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -30,6 +30,9 @@ from tightfit.units import format_bytes
 
 Section = tuple[Phase, str]
 Kinds = dict[Kind, int]
+
+# `torch.tensor(data)` makes its storage unseen and shows it first to this "view".
+_MAKERS = (torch.ops.aten.lift_fresh.default,)
 
 _active: Ledger | None = None
 
@@ -72,7 +75,7 @@ class Ledger(TorchDispatchMode):
         self._totals: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._peaks: dict[Section, dict[Tier, _Peak]] = {}
         self._section: Section = (Phase.LOAD, "")
-        self._label: tuple[Kind, Tier] | None = None
+        self._label: tuple[Kind, Tier | None] | None = None
         self._operation = "start"
         self._outer: Ledger | None = None
         self._open_section()
@@ -80,6 +83,8 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> Self:
         global _active
         self._outer, _active = _active, self
+        self._plain_resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing(self._plain_resize)  # type: ignore[method-assign]
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(
@@ -90,6 +95,7 @@ class Ledger(TorchDispatchMode):
     ) -> None:
         global _active
         _active = self._outer
+        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     # What was counted
@@ -135,6 +141,8 @@ class Ledger(TorchDispatchMode):
 
     def mark(self, tensor: torch.Tensor, kind: Kind, tier: Tier | None = None) -> None:
         """Say what a tensor's storage is for and where it lives; counts it when unseen."""
+        if tensor.is_meta:
+            return
         storage = tensor.untyped_storage()
         record = self._storages.get(storage._cdata)
         if record is None:
@@ -151,11 +159,15 @@ class Ledger(TorchDispatchMode):
         self._open_section()
         return before
 
+    def return_to_section(self, section: Section) -> None:
+        """Go on with a section; what something else has left behind is not in its peak."""
+        self._section = section
+
     @contextmanager
     def labelled(self, kind: Kind, tier: Tier | None) -> Iterator[None]:
         """New storages inside are of `kind`, and on `tier` when given."""
         before = self._label
-        self._label = (kind, tier or self._default_tier())
+        self._label = (kind, tier)
         try:
             yield
         finally:
@@ -172,6 +184,10 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         """Run the operation, then count the storages it made."""
         out = func(*args, **(kwargs or {}))
+        if func in _MAKERS:
+            self._operation = func
+            self._see(out)
+            return out
         if func.is_view or func.namespace in ("prim", "profiler"):
             return out
         self._operation = func
@@ -180,10 +196,15 @@ class Ledger(TorchDispatchMode):
 
     def _see(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
+            if out.is_meta:
+                return
             storage = out.untyped_storage()
-            if storage._cdata not in self._storages and not out.is_meta:
-                kind, tier = self._label or (self._default_kind(), self._home(out))
-                self._follow(storage, kind, tier)
+            record = self._storages.get(storage._cdata)
+            if record is None:
+                kind, tier = self._label or (self._default_kind(), None)
+                self._follow(storage, kind, tier or self._home(out))
+            elif record.count_bytes != storage.nbytes():
+                self._resize(record, storage.nbytes())
         elif isinstance(out, list | tuple):
             for item in out:
                 self._see(item)
@@ -193,12 +214,30 @@ class Ledger(TorchDispatchMode):
         record = _Storage(storage.nbytes(), kind, tier)
 
         def ended(_: object) -> None:
-            self._storages.pop(key, None)
+            if self._storages.get(key) is record:
+                del self._storages[key]
             self._add(record, -record.count_bytes)
 
         record.reference = weakref.ref(storage, ended)
         self._storages[key] = record
         self._add(record, record.count_bytes)
+
+    def _resize(self, record: _Storage, size_bytes: int) -> None:
+        """Book a storage that has grown or shrunk."""
+        change, record.count_bytes = size_bytes - record.count_bytes, size_bytes
+        self._add(record, change)
+
+    def _resizing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """`UntypedStorage.resize_`, which is no operation, followed by its booking."""
+
+        def resize(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
+            resized: torch.UntypedStorage = plain(storage, size_bytes)
+            record = self._storages.get(storage._cdata)
+            if record is not None:
+                self._resize(record, storage.nbytes())
+            return resized
+
+        return resize
 
     def _add(self, record: _Storage, change: int) -> None:
         """Book `change` bytes and the peak they make.
@@ -212,7 +251,7 @@ class Ledger(TorchDispatchMode):
         if change <= 0:
             return
         peak = self._peaks[self._section][tier]
-        if total > peak.total_bytes:
+        if total >= peak.total_bytes:  # at the same height the later names are the better ones
             peak.total_bytes, peak.kinds = total, self._now[tier].copy()
         limit = self.limits.get(tier)
         if limit is not None and total > limit:
@@ -231,9 +270,6 @@ class Ledger(TorchDispatchMode):
 
     def _home(self, tensor: torch.Tensor) -> Tier:
         return Tier.DEVICE if tensor.device.type == self._device_type else Tier.HOST
-
-    def _default_tier(self) -> Tier:
-        return Tier.DEVICE
 
     def _default_kind(self) -> Kind:
         """In forward with gradients on, what is made is presumed to be kept for backward."""
@@ -294,4 +330,4 @@ def phase(name: Phase) -> Iterator[None]:
     try:
         yield
     finally:
-        ledger.set_section(*before)
+        ledger.return_to_section(before)

@@ -109,7 +109,8 @@ def test_faults_of_tightfit_are_not_hidden(verbs: Verbs, config: str) -> None:
         (["train", "--lerning_rate", "1"], "Did you mean --learning_rate?"),
         (["train"], "model_name_or_path is missing"),
         (["train", "--model", "m", "a.yaml", "b.yaml"], "unexpected argument 'b.yaml'"),
-        (["estimate", "job.yaml"], "tightfit plan job.yaml"),
+        (["estimate", "nowhere.yml"], "there is no file nowhere.yml"),
+        (["estimate"], "model_name_or_path is missing"),
         (["plan", "--model", "m", "--json", "--seed", "x"], "--seed: 'x' is not accepted"),
     ],
 )
@@ -123,11 +124,20 @@ def test_wrong_arguments(
     assert not verbs.calls
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["estimate"], ["train", "--seed"]])
+@pytest.mark.parametrize("words", [[], ["fly"], ["train", "--seed"]])
 def test_what_argparse_refuses(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("verb", ["plan", "estimate"])
+def test_job_is_a_file_or_a_model(verbs: Verbs, config: str, verb: str) -> None:
+    assert main([verb, config, "--seed", "7"]) == 0
+    assert main([verb, "Qwen/Qwen3-8B", "--seed", "7"]) == 0
+    from_file, from_model = [job for _, job, _ in verbs.calls]
+    assert from_file.model_name_or_path != "Qwen/Qwen3-8B" == from_model.model_name_or_path
+    assert from_file.seed == from_model.seed == 7
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

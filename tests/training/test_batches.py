@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.training.batches import (
+    average_padded_length,
     collate,
     epoch_order,
     global_batches,
@@ -91,3 +92,11 @@ def test_padding_changes_no_logits(tiny_model_folder: str) -> None:
         alone = model(collate([short], pad_token_id=2).input_ids).logits[0]
         padded = model(collate([short, SAMPLES[3]], pad_token_id=2).input_ids).logits[0, :3]
     torch.testing.assert_close(alone, padded)
+
+
+def test_average_padded_length_counts_what_collate_makes() -> None:
+    made = [collate(batch, 0).input_ids.numel() for batch in global_batches(SAMPLES, 3, 1, 0)]
+    assert average_padded_length(SAMPLES, 3, seed=1) == sum(made) / len(SAMPLES)
+    assert average_padded_length(SAMPLES, 1, seed=1) == sum(
+        len(sample.input_ids) for sample in SAMPLES
+    ) / len(SAMPLES)

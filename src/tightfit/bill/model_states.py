@@ -27,14 +27,16 @@ def model_state_bytes(
         frozen: number of parameters that do not.
         policies: precision and placement are read.
 
-    A gradient has its parameter's type. An fp32 master exists where the update cannot run on the
-    parameter itself: it is 16 bits wide, or the update runs on another tier.
+    A gradient has its parameter's type; adapters are fp32 on a base of any type, as peft makes
+    them. An fp32 master exists where the update cannot run on the parameter itself: it is 16 bits
+    wide, or the update runs on another tier.
     """
-    width = policies.precision.parameter_bytes
+    base_width = policies.precision.parameter_bytes
+    width = base_width if policies.adapter is None else FP32_BYTES
     states = policies.placement.optimizer_states
     has_master = states is not Tier.DEVICE or width < FP32_BYTES
     table: dict[Tier, dict[Kind, int]] = defaultdict(dict)
-    table[Tier.DEVICE][Kind.PARAMETERS] = (trainable + frozen) * width
+    table[Tier.DEVICE][Kind.PARAMETERS] = trainable * width + frozen * base_width
     table[policies.placement.gradients][Kind.GRADIENTS] = trainable * width
     table[states][Kind.OPTIMIZER_STATES] = trainable * ADAMW_MOMENTS * FP32_BYTES
     if has_master:

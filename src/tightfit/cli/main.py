@@ -21,7 +21,7 @@ from tightfit.cli.arguments import (
     overrides_of,
     prepare_arguments,
 )
-from tightfit.errors import ConfigError, TightfitError
+from tightfit.errors import TightfitError
 from tightfit.facts.job import Job
 
 _EXIT_CODES = """\
@@ -71,16 +71,12 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _job(arguments: argparse.Namespace) -> Job:
+    """The job of the command line: a YAML file or a model, and the keys given as flags."""
     overrides = overrides_of(arguments)
-    model = getattr(arguments, "MODEL", None)
-    if model is not None:
-        if Path(model).suffix in (".yaml", ".yml"):
-            raise ConfigError(
-                f"estimate takes a model; for a job's file use: tightfit plan {model}"
-            )
-        overrides = {"model_name_or_path": model} | overrides
-    config = getattr(arguments, "CONFIG", None)
-    return load_job(None if config is None else Path(config), overrides)
+    given: str | None = arguments.JOB
+    if given is None or Path(given).suffix in (".yaml", ".yml"):
+        return load_job(None if given is None else Path(given), overrides)
+    return load_job(None, {"model_name_or_path": given} | overrides)
 
 
 @contextmanager
@@ -123,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tightfit {version('tightfit')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _add_verb(verbs, "train", "plan, train, and compare prediction with measurement", "CONFIG")
-    _add_verb(verbs, "plan", "show the memory bill and the plan of a job", "CONFIG")
-    _add_verb(verbs, "estimate", "show what training a model would take", "MODEL")
+    _add_verb(verbs, "train", "plan, train, and compare prediction with measurement")
+    _add_verb(verbs, "plan", "show the memory bill and the fastest plan that fits")
+    _add_verb(verbs, "estimate", "show the memory bill of a job exactly as it is typed")
     return parser
 
 
@@ -133,21 +129,20 @@ def _add_verb(
     verbs: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     purpose: str,
-    positional: str,
 ) -> None:
-    shown = positional if positional == "MODEL" else f"[{positional}]"
     verb = verbs.add_parser(
         name,
         help=purpose,
-        usage=f"tightfit {name} {shown} [--key value ...]",
+        usage=f"tightfit {name} [JOB] [--key value ...]",
         description=purpose,
         epilog=_EXIT_CODES,
         allow_abbrev=False,
     )
-    if positional == "CONFIG":
-        verb.add_argument("CONFIG", nargs="?", help="YAML file with the job's keys")
-    else:
-        verb.add_argument("MODEL", help="name on the Hub, or folder with config.json")
+    verb.add_argument(
+        "JOB",
+        nargs="?",
+        help="YAML file with the job's keys, or a model: name on the Hub, or folder",
+    )
     if name != "train":
         verb.add_argument("--json", action="store_true", help="print JSON for programs")
     add_job_flags(verb)

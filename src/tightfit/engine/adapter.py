@@ -5,8 +5,11 @@ Knows nothing of other techniques; the model it returns trains and saves as any 
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tightfit.errors import ConfigError
 from tightfit.policies import AdapterPolicy
@@ -25,7 +28,11 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
     missing = [name for name in policy.targets if not _names_a_module(model, name)]
     if missing:
         linear = sorted(
-            {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+            {
+                path.rsplit(".", 1)[-1]
+                for path, module in model.named_modules()
+                if isinstance(module, nn.Linear | Conv1D)
+            }
         )
         raise ConfigError(
             f"lora_target {', '.join(missing)}: no such module in the model; "
@@ -36,10 +43,18 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
         lora_alpha=policy.alpha,  # type: ignore[arg-type]  # peft divides, a float works
         lora_dropout=policy.dropout,
         target_modules=list(policy.targets) or "all-linear",
+        fan_in_fan_out=_stores_transposed(model),
         task_type="CAUSAL_LM",
     )
-    adapted: nn.Module = get_peft_model(model, config)
+    with warnings.catch_warnings():  # peft 0.21 asks transformers under a name that will go
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        adapted: nn.Module = get_peft_model(model, config)
     return adapted
+
+
+def _stores_transposed(model: nn.Module) -> bool:
+    """Whether its layers are GPT-2's, `[in, out]`; peft would find out too, and warn."""
+    return any(isinstance(module, Conv1D) for module in model.modules())
 
 
 def _names_a_module(model: nn.Module, name: str) -> bool:

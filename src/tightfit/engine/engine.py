@@ -46,13 +46,14 @@ class Engine:
                 padding needs no mask as long as its labels are -100.
             labels: `[batch, seq]`, -100 where nothing is trained.
             trained_tokens: trained tokens of the whole global batch, so that the sum over its
-                micro-batches is the loss per token however it is split.
+                micro-batches is the loss per token however it is split. With none at all the
+                loss is 0.
         """
         loss: torch.Tensor = self.model(
             input_ids=input_ids,
             labels=labels,
             use_cache=False,
-            num_items_in_batch=torch.tensor(trained_tokens, device=input_ids.device),
+            num_items_in_batch=torch.tensor(max(trained_tokens, 1), device=input_ids.device),
         ).loss
         return loss
 

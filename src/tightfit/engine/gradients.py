@@ -70,8 +70,10 @@ class HostGradients:
         return {p: self._sums[p] for p in self._parameters if p in self._filled}
 
     def clear(self) -> None:
-        """See `GradientStore.clear`."""
+        """See `GradientStore.clear`; after a backward that failed midway, one may be left."""
         self._filled.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def _collect(self, parameter: torch.Tensor) -> None:

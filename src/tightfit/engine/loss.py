@@ -27,7 +27,12 @@ from tightfit.policies import LossKind, LossPolicy
 
 IGNORED = -100
 # Keys of configs whose models change the logits between the output layer and the loss.
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+)
 
 
 def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> None:
@@ -62,17 +67,19 @@ def supports_chunked_loss(config: PretrainedConfig) -> bool:
 
 def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: int) -> None:
     plain_forward = model.forward
+    passed: list[torch.Tensor] = []
 
     @functools.wraps(plain_forward)
     def forward(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return plain_forward(*args, **kwargs)
-        with _passing_through(head):
+        with _passing_through(head, passed):
             output = plain_forward(*args, labels=labels, **kwargs)
         output.logits = None
         return output
 
     def loss_function(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        _check_untouched(logits, passed)
         return chunked_causal_loss(
             logits, labels, head, chunk_tokens, kwargs.get("num_items_in_batch")
         )
@@ -82,17 +89,32 @@ def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: in
 
 
 @contextmanager
-def _passing_through(head: nn.Linear) -> Iterator[None]:
-    """The output layer returns its input inside."""
-    head.forward = _identity  # type: ignore[method-assign, assignment]
+def _passing_through(head: nn.Linear, passed: list[torch.Tensor]) -> Iterator[None]:
+    """The output layer returns its input inside, and puts it into `passed`."""
+
+    def identity(hidden: torch.Tensor) -> torch.Tensor:
+        passed.append(hidden)
+        return hidden
+
+    head.forward = identity  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         del head.forward
+        passed.clear()
 
 
-def _identity(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden
+def _check_untouched(logits: torch.Tensor, passed: list[torch.Tensor]) -> None:
+    """See that what reaches the loss is what the output layer returned.
+
+    Raises:
+        UnsupportedError: the model changes its logits in a way that its config does not tell.
+    """
+    if len(passed) != 1 or logits is not passed[0]:
+        raise UnsupportedError(
+            "chunked loss does not work for this model: it changes the logits between its output "
+            "layer and the loss; set loss: full"
+        )
 
 
 def chunked_causal_loss(

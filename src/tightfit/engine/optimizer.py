@@ -93,26 +93,33 @@ class PlacedAdamW(torch.optim.Optimizer):
         self._transfer.wait()
         values = list(gradients.values())
         with ledger.labelled(Kind.TEMPORARIES, self._tier):
-            norm = nn.utils.get_total_norm(values)
+            norm = _total_norm(values)
             if not bool(torch.isfinite(norm)):
                 return norm
-            if self._max_grad_norm:
-                _clip(values, self._max_grad_norm, norm)
+            factor = _clip_factor(norm, self._max_grad_norm) if self._max_grad_norm else None
             for group in self.param_groups:
                 present = [p for p in group["params"] if p in gradients]
                 for batch in _batches(present):
-                    self._update(group, batch, [gradients[p] for p in batch])
+                    self._update(group, batch, [gradients[p] for p in batch], factor)
         self._transfer.wait()
         return norm
 
     def _update(
-        self, group: dict[str, Any], batch: list[nn.Parameter], gradients: list[torch.Tensor]
+        self,
+        group: dict[str, Any],
+        batch: list[nn.Parameter],
+        gradients: list[torch.Tensor],
+        clip_factor: torch.Tensor | None,
     ) -> None:
         """Apply AdamW to one batch of parameters and send the results to the device."""
         states = [self.state[p] for p in batch]
+        wide = [gradient.to(torch.float32) for gradient in gradients]
+        if clip_factor is not None:
+            for gradient in wide:
+                gradient.mul_(clip_factor)
         adamw(
             [state.get("master", p) for state, p in zip(states, batch, strict=True)],
-            [gradient.to(torch.float32) for gradient in gradients],
+            wide,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -158,8 +165,15 @@ def _batches(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
     return [[p] for p in parameters]
 
 
-def _clip(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The global norm in fp32; `get_total_norm` would round that of 16-bit gradients."""
+    if all(gradient.dtype is torch.float32 for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def _clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor of `torch.nn.utils.clip_grad_norm_`, same constant and order."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

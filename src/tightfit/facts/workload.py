@@ -19,6 +19,8 @@ class Workload:
         global_batch_size: sequences per optimizer step.
         evaluation_sequence_length: tokens of the longest held-out sequence; 0 without evaluation.
         evaluation_batch_size: sequences per evaluation forward.
+        average_sequence_length: tokens of a training sequence, padding included, over the whole
+            data; 0: all are as long as the longest. Decides time, as the longest decides memory.
         generation_length: prompt and answer tokens of the longest sample that is generated;
             0 without generation.
     """
@@ -28,16 +30,22 @@ class Workload:
     evaluation_sequence_length: int = 0
     evaluation_batch_size: int = 1
     generation_length: int = 0
+    average_sequence_length: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "global_batch_size", "evaluation_batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("evaluation_sequence_length", "generation_length"):
+        for name in ("evaluation_sequence_length", "generation_length", "average_sequence_length"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}")
 
     @property
     def tokens_per_step(self) -> int:
-        """Upper bound of the tokens in one optimizer step (padding included)."""
+        """Upper bound of the tokens in one optimizer step, padding included."""
         return self.sequence_length * self.global_batch_size
+
+    @property
+    def average_tokens_per_step(self) -> float:
+        """Tokens of an average optimizer step, padding included."""
+        return (self.average_sequence_length or self.sequence_length) * self.global_batch_size

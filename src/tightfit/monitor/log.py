@@ -1,9 +1,11 @@
-"""trainer_log.jsonl: one JSON object per line, flushed as it is written."""
+"""trainer_log.jsonl: one JSON object per line, flushed as it is written.
+
+JSON knows no infinity: a number that is not finite is written as null.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from tightfit.monitor.records import EvaluationRecord, StepRecord
@@ -19,12 +21,12 @@ class TrainerLog:
     def step(self, record: StepRecord) -> None:
         """Write a step's record if it is due; skipped steps are always due."""
         if record.step % self._every_steps == 0 or record.skipped:
-            self._write({"event": "step", **asdict(record)})
+            self._write({"event": "step", **record.to_json()})
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Write an evaluation's record."""
-        self._write({"event": "evaluation", **asdict(record)})
+        self._write({"event": "evaluation", **record.to_json()})
 
     def _write(self, content: dict[str, object]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
+            file.write(json.dumps(content, allow_nan=False) + "\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class StepRecord:
         """Processed tokens over wall time."""
         return self.tokens / self.seconds
 
+    def to_json(self) -> dict[str, object]:
+        """Its fields; numbers that are not finite become None."""
+        return _finite(asdict(self))
+
 
 @dataclass(frozen=True)
 class EvaluationRecord:
@@ -44,3 +49,14 @@ class EvaluationRecord:
     step: int
     loss: float
     seconds: float
+
+    def to_json(self) -> dict[str, object]:
+        """Its fields; numbers that are not finite become None."""
+        return _finite(asdict(self))
+
+
+def _finite(fields: dict[str, object]) -> dict[str, object]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+    }

@@ -11,10 +11,10 @@ from dataclasses import replace
 from tightfit.bill.table import MemoryTable
 from tightfit.errors import DoesNotFitError
 from tightfit.planner.options import without_technique
-from tightfit.planner.plan import Candidate, Limits, count_techniques, describe_policies
+from tightfit.planner.plan import Limits, count_techniques, describe_policies
 from tightfit.planner.pricing import Pricing
 from tightfit.policies import AdapterPolicy, Policies, Tier
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import MIB, format_bytes, format_seconds
 
 _SHORTEST_SEQUENCE = 64
 
@@ -44,47 +44,61 @@ def reasons_for(policies: Policies, pricing: Pricing, limits: Limits) -> Iterato
 
 
 def nothing_fits(
-    turned_down: Sequence[Candidate], pricing: Pricing, limits: Limits
+    candidates: Sequence[Policies], lora: AdapterPolicy, pricing: Pricing, limits: Limits
 ) -> DoesNotFitError:
-    """The error that says how much is missing and names the nearest plan that would fit."""
-    policies, bill = _smallest(turned_down, pricing)
+    """The error that says how much is missing and names the nearest plan that would fit.
+
+    Args:
+        candidates: what was turned down.
+        lora: what could be tried as well if the job allowed it.
+    """
+    policies, bill = _nearest_miss(candidates, pricing, limits)
     missing = limits.missing_bytes(bill)
     lines = [
         f"nothing fits: the smallest plan ({describe_policies(policies)}) needs "
         f"{format_bytes(bill.peak_bytes(Tier.DEVICE))} on the device and "
         f"{format_bytes(bill.peak_bytes(Tier.HOST))} on the host, {format_bytes(missing)} more "
         "than the limit.",
-        *(f"  would fit: {line}" for line in _nearest(policies, bill, pricing, limits)),
+        *(f"  would fit: {line}" for line in _would_fit(policies, lora, pricing, limits)),
     ]
     return DoesNotFitError("\n".join(lines), missing)
 
 
-def _smallest(turned_down: Sequence[Candidate], pricing: Pricing) -> tuple[Policies, MemoryTable]:
-    """The candidate with the lowest device peak, of equal ones the one with fewest techniques."""
-    priced = [(c.policies, c.bill or pricing.bill(c.policies)) for c in turned_down]
-    return min(
-        priced, key=lambda pair: (pair[1].peak_bytes(Tier.DEVICE), count_techniques(pair[0]))
+def _nearest_miss(
+    candidates: Sequence[Policies], pricing: Pricing, limits: Limits
+) -> tuple[Policies, MemoryTable]:
+    """The candidate that misses the limits by least, of equal ones that with fewest techniques."""
+
+    def miss(policies: Policies) -> tuple[int, int]:
+        return limits.missing_bytes(pricing.bill(policies)), count_techniques(policies)
+
+    nearest = min(candidates, key=miss)
+    return nearest, pricing.bill(nearest, full_depth=True)
+
+
+def _fits(policies: Policies, pricing: Pricing, limits: Limits) -> bool:
+    return all(
+        limits.missing_bytes(pricing.bill(policies, full_depth=full_depth)) <= 0
+        for full_depth in (False, True)
     )
 
 
-def _nearest(
-    policies: Policies, bill: MemoryTable, pricing: Pricing, limits: Limits
+def _would_fit(
+    policies: Policies, lora: AdapterPolicy, pricing: Pricing, limits: Limits
 ) -> Iterator[str]:
     """What would fit, from what changes least."""
     shorter = _longest_sequence_that_fits(policies, pricing, limits)
     if shorter is not None:
         yield f"cutoff_len: {shorter} instead of {pricing.workload.sequence_length}"
     if policies.adapter is None:
-        with_lora = replace(policies, adapter=AdapterPolicy())
-        lora_bill = pricing.bill(with_lora)
-        if limits.missing_bytes(lora_bill) <= 0:
-            yield (
-                f"LoRA (allow: [lora]): {format_bytes(lora_bill.peak_bytes(Tier.DEVICE))} "
-                "on the device"
-            )
-    if limits.device_bytes is not None:
-        needed = bill.peak_bytes(Tier.DEVICE)
-        yield f"the same plan with memory_limit: {-(-needed // 2**20)}MiB"
+        with_lora = replace(policies, adapter=lora)
+        if _fits(with_lora, pricing, limits):
+            peak = pricing.bill(with_lora, full_depth=True).peak_bytes(Tier.DEVICE)
+            yield f"LoRA (allow: [lora]): {format_bytes(peak)} on the device"
+    bill = pricing.bill(policies, full_depth=True)
+    needed = -(-bill.peak_bytes(Tier.DEVICE) // MIB)
+    if replace(limits, device_bytes=needed * MIB).missing_bytes(bill) <= 0:
+        yield f"the same plan with memory_limit: {needed}MiB"
 
 
 def _longest_sequence_that_fits(policies: Policies, pricing: Pricing, limits: Limits) -> int | None:
@@ -97,7 +111,7 @@ def _longest_sequence_that_fits(policies: Policies, pricing: Pricing, limits: Li
             evaluation_sequence_length=min(length, pricing.workload.evaluation_sequence_length),
         )
         shorter = Pricing(pricing.plain, pricing.config, workload, pricing.rates)
-        if limits.missing_bytes(shorter.bill(policies)) <= 0:
+        if _fits(policies, shorter, limits):
             return length
         length //= 2
     return None

@@ -37,6 +37,7 @@ class Options:
 
     Attributes:
         fixed: everything that is not a choice.
+        lora: the adapters that the job's keys describe, whether it wants them or not.
         lora_if_nothing_fits: what the planner may fall back on; None where the job does not
             allow it or already says it.
     """
@@ -46,11 +47,16 @@ class Options:
     losses: tuple[LossPolicy, ...]
     checkpointing: tuple[CheckpointingPolicy, ...]
     placements: tuple[PlacementPolicy, ...]
+    lora: AdapterPolicy
     lora_if_nothing_fits: AdapterPolicy | None
 
     def plain(self) -> Policies:
         """No technique that was not asked for."""
         return next(self.candidates())
+
+    def leanest(self, adapter: AdapterPolicy | None = None) -> list[Policies]:
+        """For each placement the smallest batch with every technique that is open."""
+        return list(self.candidates(adapter))[-len(self.placements) :]
 
     def candidates(self, adapter: AdapterPolicy | None = None) -> Iterator[Policies]:
         """Every combination, with `adapter` instead of the job's own if given."""
@@ -95,6 +101,7 @@ def options_of(job: Job, *, precision: str, chunked_loss: bool) -> Options:
         losses=_open(job.loss, {"full": full, "chunked": chunked}) if chunked_loss else (full,),
         checkpointing=_open(job.gradient_checkpointing, {"false": off, "true": on}),
         placements=_open(job.offload_optimizer, {"none": _ON_DEVICE, "cpu": _ON_HOST}),
+        lora=adapter,
         lora_if_nothing_fits=(
             adapter if "lora" in job.allow and job.finetuning_type == "full" else None
         ),

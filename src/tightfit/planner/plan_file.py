@@ -1,7 +1,7 @@
 """plan.yaml: a plan as a file that a person can read, edit and pass back.
 
 Only the section `policies` is read back; the bill is always worked out anew, since an edited
-choice has another one.
+choice has another one. The optimizer's numbers are not in it: they are the job's, not a choice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from tightfit.dry_run import DTYPES
 from tightfit.errors import ConfigError
 from tightfit.planner.plan import Plan
 from tightfit.policies import Policies
 from tightfit.units import format_bytes
 
+_JOBS_OWN = "optimizer"
 _HEADER = """\
 # A plan of tightfit. Edit `policies` and pass the file back with --plan.
 # Everything below `policies` is for reading; it is worked out again from them.
@@ -30,7 +32,9 @@ def write_plan(plan: Plan, path: Path) -> None:
     """Write `plan` to `path`."""
     facts = plan.to_json()
     content = {
-        "policies": _plain(plan.policies),
+        "policies": {
+            name: part for name, part in _plain(plan.policies).items() if name != _JOBS_OWN
+        },
         "predicted": {
             "fits": facts["fits"],
             "peak": {
@@ -46,7 +50,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_policies(path: Path) -> Policies:
-    """The policies of a plan file.
+    """The policies of a plan file; the optimizer's numbers are left at their defaults.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or a key or value is wrong.
@@ -62,12 +66,46 @@ def read_policies(path: Path) -> Policies:
         raise ConfigError(f"plan file {path} has no section `policies`")
     policies = content["policies"]
     _refuse_unknown_keys(policies, Policies, f"{path}: policies")
+    if _JOBS_OWN in policies:
+        raise ConfigError(
+            f"{path}: policies.{_JOBS_OWN} is not read; set learning_rate, weight_decay and the "
+            "like in the job"
+        )
     try:
-        return TypeAdapter(Policies).validate_python(policies)
+        found = TypeAdapter(Policies).validate_python(policies)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: policies.{where}: {first['msg']}") from None
+        raise ConfigError(f"{path}: {_complaint(error.errors()[0])}") from None
+    _check_ranges(found, path)
+    return found
+
+
+def _complaint(problem: Any) -> str:
+    """One thing that pydantic found, in a line; what policies say themselves is left as it is."""
+    where = ".".join(["policies", *map(str, problem["loc"])])
+    own_words = problem.get("ctx", {}).get("error")
+    if own_words is not None:
+        return f"{where}: {own_words}"
+    return f"{where}: {problem['input']!r} is not accepted: {problem['msg']}"
+
+
+def _check_ranges(policies: Policies, path: Path) -> None:
+    """What types do not say.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    precision, adapter = policies.precision.parameters, policies.adapter
+    wrong = []
+    if precision not in DTYPES:
+        wrong.append(f"precision.parameters: {precision!r} is not one of {', '.join(DTYPES)}")
+    if adapter is not None and adapter.rank < 1:
+        wrong.append(f"adapter.rank: {adapter.rank} is below 1")
+    if adapter is not None and not adapter.alpha > 0:
+        wrong.append(f"adapter.alpha: {adapter.alpha} is not above 0")
+    if adapter is not None and not 0 <= adapter.dropout < 1:
+        wrong.append(f"adapter.dropout: {adapter.dropout} is not from 0 to below 1")
+    if wrong:
+        raise ConfigError(f"{path}: policies.{wrong[0]}")
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ only where the job allows it and only when nothing else fits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from tightfit.bill.table import MemoryTable
 from tightfit.dry_run import DTYPES
 from tightfit.engine.loss import supports_chunked_loss
-from tightfit.errors import ConfigError, DoesNotFitError
+from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
@@ -47,10 +47,11 @@ def plan_job(
     Raises:
         DoesNotFitError: nothing fits, or the plan file does not.
         ConfigError: the job or its plan file contradicts the model.
+        UnsupportedError: the machine is another one and nobody knows its rates.
     """
     search = _prepare(job, config, workload, hardware, rates)
     if job.plan is not None:
-        policies = read_policies(Path(job.plan))
+        policies = search.planned(Path(job.plan))
         search.check_batch(policies, job)
         return search.require_fit(search.plan_of(policies))
     return search.best()
@@ -65,7 +66,8 @@ def estimate_job(
 ) -> Plan:
     """The bill of the job as it is typed, whether it fits or not: `auto` means no technique."""
     search = _prepare(job, config, workload, hardware, rates)
-    return search.plan_of(search.options.plain(), verify=False)
+    policies = search.options.plain() if job.plan is None else search.planned(Path(job.plan))
+    return search.plan_of(policies, verify=False)
 
 
 def _prepare(
@@ -78,6 +80,11 @@ def _prepare(
     precision = default_precision(hardware) if job.precision == "auto" else job.precision
     options = options_of(job, precision=precision, chunked_loss=supports_chunked_loss(config))
     device = torch.device("cuda" if hardware.device_kind == "cuda" else "cpu")
+    if rates is None and device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            "planning for a card that this machine does not have is not available yet; "
+            "describe the machine at hand, and give memory_limit to plan for another size"
+        )
     rates = rates or measure_rates(
         device, DTYPES[precision] if device.type == "cuda" else torch.float32
     )
@@ -129,8 +136,20 @@ class _Search:
         if found is None and lora is not None:
             found = self._first_fit(self.options.candidates(lora))
         if found is None:
-            raise nothing_fits(self.turned_down, self.pricing, self.limits)
+            raise nothing_fits(self._tried(), self.options.lora, self.pricing, self.limits)
         return self.plan_of(found)
+
+    def _tried(self) -> list[Policies]:
+        """What was priced and turned down, and the leanest of those that needed no pricing."""
+        priced = [candidate.policies for candidate in self.turned_down if candidate.bill]
+        lora = self.options.lora_if_nothing_fits
+        for adapter in {None, lora}:
+            priced += self.options.leanest(adapter)
+        return priced
+
+    def planned(self, path: Path) -> Policies:
+        """The policies of a plan file with the job's own optimizer."""
+        return replace(read_policies(path), optimizer=self.options.fixed.optimizer)
 
     def require_fit(self, plan: Plan) -> Plan:
         """`plan`, if it fits.

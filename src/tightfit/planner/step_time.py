@@ -44,7 +44,7 @@ def predict_step_time(
     cost: ModelCost, policies: Policies, workload: Workload, rates: Rates
 ) -> StepTime:
     """Seconds of one optimizer step over the global batch."""
-    tokens = workload.tokens_per_step
+    tokens = workload.average_tokens_per_step
     attention = 2 * 2 * cost.layers * cost.hidden_size * workload.sequence_length / 2
     forward = tokens * (2 * cost.matmul_parameters + attention)
     # Backward is two products per product, one where the weight is frozen.

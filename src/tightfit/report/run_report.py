@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -50,14 +50,16 @@ class RunReport:
                 "predicted": self.plan.step_time.total,
                 "measured": self.step_seconds(),
             },
-            "steps": [asdict(record) for record in self.records],
-            "evaluations": [asdict(record) for record in self.evaluations],
+            "steps": [record.to_json() for record in self.records],
+            "evaluations": [record.to_json() for record in self.evaluations],
             "answers": list(self.answers),
         }
 
     def write(self, path: Path) -> None:
         """Write report.json."""
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
 
 
 def _difference_json(row: Difference) -> dict[str, object]:

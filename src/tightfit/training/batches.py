@@ -72,6 +72,13 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> Batch:
     )
 
 
+def average_padded_length(samples: Sequence[Sample], global_batch_size: int, seed: int) -> float:
+    """Tokens per sample of the first epoch when each global batch is one padded batch."""
+    batches = list(global_batches(samples, global_batch_size, seed, epoch=0))
+    padded = sum(len(b) * max(len(sample.input_ids) for sample in b) for b in batches)
+    return padded / len(samples)
+
+
 def trained_tokens(samples: Sequence[Sample]) -> int:
     """How many positions carry loss; the first token of a sample is never predicted."""
     return sum(sample.trained_tokens for sample in samples)

@@ -12,25 +12,27 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from tightfit import ledger
 from tightfit.bill.table import Phase
 from tightfit.engine.engine import Engine
-from tightfit.errors import ConfigError
+from tightfit.errors import ConfigError, TrainingError
+from tightfit.facts.job import Job
 
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _RANDOM_STATE = "random_state"
+_DEVICE_RANDOM_STATE = "device_random_state"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -42,13 +44,34 @@ class Progress:
         step: optimizer steps done.
         epoch: whole epochs done.
         steps_in_epoch: optimizer steps done of the epoch that has begun.
+        global_batch_size, train_samples, seed: what the order of the data depends on.
         scheduler: the scheduler's state.
     """
 
     step: int
     epoch: int
     steps_in_epoch: int
-    scheduler: dict[str, Any]
+    global_batch_size: int
+    train_samples: int
+    seed: int
+    scheduler: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, job: Job, train_samples: int) -> None:
+        """See that `job` goes through the data as the run did.
+
+        Raises:
+            ConfigError: it does not, so samples would be skipped or trained twice.
+        """
+        for name, before, now in (
+            ("train_batch_size", self.global_batch_size, job.global_batch_size),
+            ("seed", self.seed, job.seed),
+            ("number of training samples", self.train_samples, train_samples),
+        ):
+            if before != now:
+                raise ConfigError(
+                    f"the run cannot be resumed: its {name} was {before} and is {now} now, which "
+                    "changes the order of the data; set it back, or start another run"
+                )
 
 
 def save_checkpoint(
@@ -59,9 +82,36 @@ def save_checkpoint(
     *,
     with_optimizer: bool,
 ) -> Path:
-    """Write `checkpoint-<step>` and return its folder."""
+    """Write `checkpoint-<step>` and return its folder.
+
+    Raises:
+        TrainingError: it could not be written; earlier checkpoints are as they were.
+    """
     folder = output_dir / f"checkpoint-{progress.step}"
     temporary = output_dir / f".{folder.name}.incomplete"
+    try:
+        _write(temporary, engine, tokenizer, progress, with_optimizer=with_optimizer)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        before = latest_checkpoint(output_dir)
+        kept = "there is no earlier one" if before is None else f"{before} is the last one"
+        raise TrainingError(
+            f"{folder} could not be written ({error}); {kept}. Make room or see to the folder"
+        ) from error
+    return folder
+
+
+def _write(
+    temporary: Path,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+    *,
+    with_optimizer: bool,
+) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     with ledger.phase(Phase.SAVE):
         engine.model.save_pretrained(temporary)  # type: ignore[operator]
@@ -70,10 +120,6 @@ def save_checkpoint(
             save_file(dict(_optimizer_tensors(engine)), temporary / _OPTIMIZER_FILE)
     (temporary / _STATE_FILE).write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
     _flush(temporary)
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    return folder
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
@@ -118,23 +164,44 @@ def restore(checkpoint: Path, engine: Engine) -> None:
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    if is_adapter(checkpoint):
-        _restore_adapter(checkpoint, engine.model)
     wanted = dict(_optimizer_tensors(engine))
-    with safe_open(checkpoint / _OPTIMIZER_FILE, framework="pt") as file:
-        if set(file.keys()) != set(wanted):
-            raise ConfigError(f"{checkpoint} holds the optimizer of another model or method")
-        for name, tensor in wanted.items():
-            if name == _RANDOM_STATE:
-                torch.set_rng_state(file.get_tensor(name))
-            else:
-                tensor.copy_(file.get_tensor(name))
+    try:
+        with safe_open(checkpoint / _OPTIMIZER_FILE, framework="pt") as file:
+            _check_same(checkpoint, file, wanted)
+            if is_adapter(checkpoint):
+                _restore_adapter(checkpoint, engine.model)
+            for name, tensor in wanted.items():
+                _restore_tensor(name, tensor, file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     engine.optimizer.refresh_masters()
 
 
+def _check_same(checkpoint: Path, file: Any, wanted: dict[str, torch.Tensor]) -> None:
+    """The file has exactly the states that the engine has.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    if shapes != {name: list(tensor.shape) for name, tensor in wanted.items()}:
+        raise ConfigError(
+            f"{checkpoint} holds the optimizer of another model or method; resume with the "
+            "finetuning_type, precision and lora settings that the run had"
+        )
+
+
+def _restore_tensor(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    if name == _RANDOM_STATE:
+        torch.set_rng_state(saved)
+    elif name == _DEVICE_RANDOM_STATE:
+        torch.cuda.set_rng_state(saved)
+    else:
+        tensor.copy_(saved)
+
+
 def _restore_adapter(checkpoint: Path, model: nn.Module) -> None:
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
+    from peft import set_peft_model_state_dict  # takes a second to import, only LoRA needs it
 
     set_peft_model_state_dict(model, load_file(checkpoint / _ADAPTER_FILE))
 
@@ -146,6 +213,8 @@ def _optimizer_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
             if key != "master" or tensor.dtype is not parameter.dtype:
                 yield f"{name}.{key}", tensor
     yield _RANDOM_STATE, torch.get_rng_state()
+    if engine.device.type == "cuda":
+        yield _DEVICE_RANDOM_STATE, torch.cuda.get_rng_state()
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:

@@ -6,13 +6,17 @@ A checkpoint stored in another type is converted while it is read. Remote code i
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Phase
-from tightfit.errors import ModelNotFoundError
+from tightfit.errors import InputError, ModelNotFoundError
+
+_NAMED_TENSORS = 3  # how many missing tensors a message lists
 
 
 def load_model(path: Path | str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -20,18 +24,50 @@ def load_model(path: Path | str, dtype: torch.dtype, device: torch.device) -> Pr
 
     Raises:
         ModelNotFoundError: there are no weights.
+        InputError: the weights are broken or those of another model.
     """
     ledger.set_phase(Phase.LOAD)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except OSError as error:
         raise ModelNotFoundError(
             f"no weights of a causal language model in {path}: {error}"
         ) from None
+    except SafetensorError as error:
+        raise InputError(f"the weights in {path} are broken: {error}; get them again") from None
+    model, loading = loaded
+    _check_complete(path, sorted(loading["missing_keys"]), sorted(loading["mismatched_keys"]))
+    assert isinstance(model, PreTrainedModel)
     model.to(device)  # type: ignore[arg-type]
     counting = ledger.active()
     if counting is not None:
         counting.adopt(model)
     return model
+
+
+def check_weights(path: Path) -> None:
+    """See that a model folder has weights, without reading them.
+
+    Raises:
+        ModelNotFoundError: it has none.
+    """
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        pickled = " (its .bin files are pickles, which are never read)" * any(path.glob("*.bin"))
+        raise ModelNotFoundError(f"no weights in {path}: it has no .safetensors file{pickled}")
+
+
+def _check_complete(path: Path | str, missing: list[str], mismatched: list[object]) -> None:
+    """Transformers fills what is missing with random numbers; nobody wants to train those."""
+    if missing or mismatched:
+        names = ", ".join(map(str, [*missing, *mismatched][:_NAMED_TENSORS]))
+        raise InputError(
+            f"the weights in {path} are not those of its config.json: "
+            f"{len(missing) + len(mismatched)} tensors are missing or of another shape, such as "
+            f"{names}"
+        )

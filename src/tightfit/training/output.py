@@ -5,6 +5,8 @@ Nothing that is there is overwritten unless the job says so, and then only what 
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -15,19 +17,20 @@ from tightfit.training.checkpoint import latest_checkpoint
 LOG = "trainer_log.jsonl"
 PLAN = "plan.yaml"
 REPORT = "report.json"
+_CHECKPOINT = re.compile(r"checkpoint-\d+|\.checkpoint-\d+\.incomplete")
 
 
 def check_output_dir(job: Job) -> tuple[Path, Path | None]:
     """The job's output folder and the checkpoint to resume from; changes nothing.
 
     Raises:
-        ConfigError: no folder is named, it holds another run, or there is nothing to resume.
+        ConfigError: no folder is named, it cannot be written to, it holds another run or what
+            the job needs, or there is nothing to resume.
     """
     if job.output_dir is None:
         raise ConfigError("output_dir is missing: name the folder for checkpoints and logs")
     folder = Path(job.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir {folder} is a file, not a folder")
+    _check_writable(folder)
     if job.resume and job.overwrite_output_dir:
         raise ConfigError("resume and overwrite_output_dir contradict each other; give one")
     if job.resume:
@@ -39,18 +42,47 @@ def check_output_dir(job: Job) -> tuple[Path, Path | None]:
             f"output_dir {folder} already holds a run ({names}); give --resume to continue it, "
             "--overwrite_output_dir to delete it, or another output_dir"
         )
+    _check_not_needed(present, job)
     return folder, None
+
+
+def _check_writable(folder: Path) -> None:
+    """The folder, or the nearest above it that is there, is one and may be written to."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"output_dir {folder}: {nearest} is a file, not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir {folder}: {nearest} may not be written to")
+
+
+def _check_not_needed(to_delete: list[Path], job: Job) -> None:
+    """Nothing that the job reads lies in what it would delete first."""
+    for key in ("model_name_or_path", "dataset", "eval_dataset"):
+        name = getattr(job, key)
+        path = None if name is None else Path(name).resolve()
+        if path is not None and any(path.is_relative_to(old.resolve()) for old in to_delete):
+            raise ConfigError(
+                f"overwrite_output_dir would delete {name}, which the job needs ({key}); "
+                "give another output_dir"
+            )
 
 
 def open_output_dir(job: Job, folder: Path) -> None:
     """Make the folder; delete the run in it if the job says so.
 
     Called when all else was checked, so that a job that cannot run deletes nothing.
+
+    Raises:
+        ConfigError: the folder cannot be made, or what is in it not deleted.
     """
-    if job.overwrite_output_dir:
-        for path in _of_a_run(folder):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if job.overwrite_output_dir:
+            for path in _of_a_run(folder):
+                is_folder = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path) if is_folder else path.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be used: {error}") from None
 
 
 def _to_resume(folder: Path) -> Path:
@@ -66,7 +98,5 @@ def _of_a_run(folder: Path) -> list[Path]:
         return []
     names = (LOG, PLAN, REPORT)
     return [
-        path
-        for path in folder.iterdir()
-        if path.name in names or path.name.removeprefix(".").startswith("checkpoint-")
+        path for path in folder.iterdir() if path.name in names or _CHECKPOINT.fullmatch(path.name)
     ]

@@ -27,10 +27,11 @@ from tightfit.planner.machine import device_of, usable_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.plan_file import write_plan
 from tightfit.planner.search import plan_job
+from tightfit.training.batches import average_padded_length
 from tightfit.training.checkpoint import Progress, is_adapter, read_progress, restore
 from tightfit.training.evaluation import answer, prompt_tokens
 from tightfit.training.loop import Observer, Schedule, TrainingLoop, check_scheduler
-from tightfit.training.model import load_model
+from tightfit.training.model import check_weights, load_model
 from tightfit.training.output import LOG, PLAN, check_output_dir, open_output_dir
 from tightfit.training.samples import PreparedData, Sample, prepare_data
 from tightfit.training.tokenizer import load_tokenizer
@@ -81,6 +82,7 @@ def prepare(job: Job) -> PreparedRun:
             f"{job.model_name_or_path} is known by its config only; training needs its weights: "
             "download it and give the folder, or put it into the Hub cache (HF_HOME)"
         )
+    check_weights(Path(job.model_name_or_path).expanduser())
     tokenizer = load_tokenizer(job.model_name_or_path)
     data = prepare_data(job, tokenizer)
     check_scheduler(job, Schedule.of(job, len(data.train)).total_steps)
@@ -110,6 +112,7 @@ def workload_of(job: Job, data: PreparedData, tokenizer: PreTrainedTokenizerBase
         evaluation_sequence_length=_longest(data.held_out),
         evaluation_batch_size=min(job.per_device_eval_batch_size, max(1, len(data.held_out))),
         generation_length=generated,
+        average_sequence_length=average_padded_length(data.train, job.global_batch_size, job.seed),
     )
 
 
@@ -195,7 +198,7 @@ def _build(
 ) -> TrainingLoop:
     weights = run.resume_from
     if weights is None or is_adapter(weights):
-        weights = Path(run.job.model_name_or_path)
+        weights = Path(run.job.model_name_or_path).expanduser()
     model = load_model(weights, DTYPES[plan.policies.precision.parameters], device)
     log = TrainerLog(run.output_dir / LOG, run.job.logging_steps)
     return TrainingLoop(

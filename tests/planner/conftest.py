@@ -1,0 +1,143 @@
+"""A small model to plan for, fixed rates, and dry runs that are done once for all tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig
+
+import tightfit.planner.pricing
+from tightfit.dry_run import DryRun, dry_run
+from tightfit.facts.disk import Disk
+from tightfit.facts.hardware import Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload
+from tightfit.planner.options import options_of
+from tightfit.planner.plan import Plan
+from tightfit.planner.pricing import Pricing
+from tightfit.planner.rates import Rates
+from tightfit.planner.search import plan_job
+from tightfit.policies import Policies, Tier
+from tightfit.units import GIB
+
+WORKLOAD = Workload(sequence_length=128, global_batch_size=2)
+
+
+@pytest.fixture(scope="session")
+def config() -> PretrainedConfig:
+    """Two layers: cheap, and its bill is never extrapolated."""
+    return LlamaConfig(
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembered_dry_runs() -> Iterator[None]:
+    """A dry run is a function of its arguments; the suite needs each only once."""
+
+    known: dict[object, DryRun] = {}
+
+    def remembered(
+        config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool
+    ) -> DryRun:
+        extrapolates = config.num_hidden_layers > 3 and not full_depth
+        key = (config.to_json_string(), policies, workload, extrapolates)
+        if key not in known:
+            known[key] = dry_run(config, policies, workload, full_depth=full_depth)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tightfit.planner.pricing, "dry_run", remembered)
+        yield
+
+
+def make_rates(**given: float) -> Rates:
+    """Every rate 1e10 per second, an operation a microsecond, unless given."""
+    values = {
+        field.name: 1e-6 if field.name.endswith("operation_seconds") else 1e10
+        for field in dataclasses.fields(Rates)
+    }
+    return Rates(**(values | given))
+
+
+@pytest.fixture(scope="session")
+def rates() -> Rates:
+    return make_rates()
+
+
+def make_hardware(ram_bytes: int = 16 * GIB) -> Hardware:
+    """A machine without cards."""
+    return Hardware(
+        cpu_name="a CPU",
+        cpu_cores=2,
+        ram_total_bytes=2 * ram_bytes,
+        ram_available_bytes=ram_bytes,
+        disk=Disk(Path("/"), GIB, "unknown"),
+    )
+
+
+@pytest.fixture
+def hardware() -> Hardware:
+    return make_hardware()
+
+
+@pytest.fixture
+def make_machine() -> Callable[[int], Hardware]:
+    return make_hardware
+
+
+@pytest.fixture
+def workload() -> Workload:
+    return WORKLOAD
+
+
+Planner = Callable[..., Plan]
+
+
+@pytest.fixture
+def plan(config: PretrainedConfig, rates: Rates) -> Planner:
+    """Plans a job of these keys: `plan(memory_limit="2MiB")`."""
+
+    def run(
+        *,
+        workload: Workload = WORKLOAD,
+        ram_bytes: int = 16 * GIB,
+        rates: Rates = rates,
+        **keys: Any,
+    ) -> Plan:
+        return plan_job(make_job(**keys), config, workload, make_hardware(ram_bytes), rates)
+
+    return run
+
+
+def make_job(**keys: Any) -> Job:
+    return Job(**{"model_name_or_path": "m", "train_batch_size": 2, **keys})
+
+
+@pytest.fixture
+def job() -> Callable[..., Job]:
+    return make_job
+
+
+@pytest.fixture(scope="session")
+def pricing(config: PretrainedConfig, rates: Rates) -> Pricing:
+    options = options_of(make_job(), precision="fp32", chunked_loss=True)
+    return Pricing(options.plain(), config, WORKLOAD, rates)
+
+
+@pytest.fixture(scope="session")
+def peaks(pricing: Pricing) -> list[int]:
+    """Device peaks of all ways to train all parameters, from the least: limits to plan for."""
+    options = options_of(make_job(), precision="fp32", chunked_loss=True)
+    bills = [pricing.bill(policies, full_depth=True) for policies in options.candidates()]
+    return sorted(bill.peak_bytes(Tier.DEVICE) for bill in bills)

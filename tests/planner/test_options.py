@@ -1,0 +1,141 @@
+"""Which choices a job's keys leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tightfit.errors import ConfigError
+from tightfit.facts.job import Job
+from tightfit.planner.options import Options, options_of, without_technique
+from tightfit.planner.plan import count_techniques
+from tightfit.policies import (
+    AdapterPolicy,
+    BatchPolicy,
+    CheckpointingPolicy,
+    LossKind,
+    LossPolicy,
+    PlacementPolicy,
+    Policies,
+    Tier,
+)
+
+MakeJob = Callable[..., Job]
+
+
+def options(job: Job, **keys: Any) -> Options:
+    return options_of(job, **({"precision": "fp32", "chunked_loss": True} | keys))
+
+
+def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
+    found = options(job(train_batch_size=6))
+    assert [(b.micro_batch_size, b.accumulation_steps) for b in found.batches] == [
+        (6, 1), (3, 2), (2, 3), (1, 6),
+    ]  # fmt: skip
+    assert [loss.kind for loss in found.losses] == [LossKind.FULL, LossKind.CHUNKED]
+    assert [c.enabled for c in found.checkpointing] == [False, True]
+    assert [p.optimizer_states for p in found.placements] == [Tier.DEVICE, Tier.HOST]
+    candidates = list(found.candidates())
+    assert len(candidates) == len(set(candidates)) == 4 * 2 * 2 * 2
+
+
+def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: MakeJob) -> None:
+    found = options(job(train_batch_size=4))
+    assert count_techniques(found.plain()) == 0
+    assert found.plain().batch == BatchPolicy(4, 1)
+    on_device, on_host = found.leanest(AdapterPolicy())
+    assert (count_techniques(on_device), count_techniques(on_host)) == (4, 5)
+    assert on_device.batch == on_host.batch == BatchPolicy(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "part", "value"),
+    [
+        ({"loss": "chunked"}, "loss", LossPolicy(LossKind.CHUNKED)),
+        ({"loss": "full"}, "loss", LossPolicy(LossKind.FULL)),
+        ({"gradient_checkpointing": True}, "checkpointing", CheckpointingPolicy(True)),
+        ({"gradient_checkpointing": "false"}, "checkpointing", CheckpointingPolicy(False)),
+        ({"offload_optimizer": "cpu"}, "placement", PlacementPolicy(Tier.HOST, Tier.HOST)),
+        ({"offload_optimizer": None}, "placement", PlacementPolicy()),
+        ({"per_device_train_batch_size": 2}, "batch", BatchPolicy(2, 2)),
+        ({"gradient_accumulation_steps": 4}, "batch", BatchPolicy(1, 4)),
+        ({"finetuning_type": "lora"}, "adapter", AdapterPolicy(8, 16.0, 0.0, ())),
+    ],
+)
+def test_a_key_that_is_set_is_in_every_candidate(
+    job: MakeJob, keys: dict[str, Any], part: str, value: object
+) -> None:
+    found = {
+        getattr(policies, part)
+        for policies in options(job(train_batch_size=4, **keys)).candidates()
+    }
+    assert found == {value}
+
+
+def test_micro_batch_and_accumulation_make_the_global_batch(job: MakeJob) -> None:
+    found = options(
+        job(train_batch_size="auto", per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    )
+    assert found.batches == (BatchPolicy(3, 5),)
+
+
+def test_precision_auto_is_what_the_device_says(job: MakeJob) -> None:
+    assert options(job(), precision="bf16").fixed.precision.parameters == "bf16"
+    fixed = options(job(precision="fp32"), precision="bf16").fixed
+    assert fixed.precision.parameters == "fp32"
+
+
+def test_the_numbers_of_optimizer_and_adapter_come_from_the_job(job: MakeJob) -> None:
+    found = options(
+        job(
+            learning_rate=0.25, weight_decay=0.5, adam_beta1=0.1, adam_beta2=0.2,
+            adam_epsilon=0.125, max_grad_norm=3, finetuning_type="lora", lora_rank=4,
+            lora_dropout=0.5, lora_target="q_proj, v_proj,",
+        )
+    ).fixed  # fmt: skip
+    optimizer = found.optimizer
+    assert (optimizer.learning_rate, optimizer.weight_decay) == (0.25, 0.5)
+    assert (optimizer.betas, optimizer.epsilon) == ((0.1, 0.2), 0.125)
+    assert optimizer.max_grad_norm == 3
+    assert found.adapter == AdapterPolicy(4, 8.0, 0.5, ("q_proj", "v_proj"))
+    assert options(job(lora_alpha=5)).lora.alpha == 5
+
+
+def test_a_model_without_chunked_loss(job: MakeJob) -> None:
+    assert options(job(), chunked_loss=False).losses == (LossPolicy(LossKind.FULL),)
+    with pytest.raises(ConfigError, match="loss: full"):
+        options(job(loss="chunked"), chunked_loss=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "allowed"),
+    [
+        ({}, False),
+        ({"allow": ["lora"]}, True),
+        ({"allow": ["lora"], "finetuning_type": "lora"}, False),
+    ],
+)
+def test_lora_is_a_fall_back_only_where_it_is_allowed(
+    job: MakeJob, keys: dict[str, Any], allowed: bool
+) -> None:
+    found = options(job(**keys))
+    assert (found.lora_if_nothing_fits is not None) is allowed
+    wanted = keys.get("finetuning_type") == "lora"
+    assert all((p.adapter is not None) is wanted for p in found.candidates())
+
+
+def test_without_technique_takes_away_one_at_a_time() -> None:
+    everything = Policies(
+        batch=BatchPolicy(2, 3),
+        loss=LossPolicy(LossKind.CHUNKED),
+        checkpointing=CheckpointingPolicy(True),
+        placement=PlacementPolicy(Tier.HOST, Tier.HOST),
+        adapter=AdapterPolicy(),
+    )
+    found = dict(without_technique(everything))
+    assert len(found) == count_techniques(everything) == 5
+    assert {count_techniques(policies) for policies in found.values()} == {4}
+    assert {policies.batch.global_batch_size for policies in found.values()} == {6}
+    assert list(without_technique(Policies())) == []

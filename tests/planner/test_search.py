@@ -1,0 +1,249 @@
+"""The plan is the fastest one whose bill fits, and it is the bill of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig
+
+from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.dry_run import dry_run
+from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
+from tightfit.facts.hardware import Accelerator, Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload
+from tightfit.planner.options import options_of
+from tightfit.planner.plan import Limits, Plan, count_techniques
+from tightfit.planner.pricing import Pricing
+from tightfit.planner.rates import Rates
+from tightfit.planner.search import estimate_job, limits_of, plan_job
+from tightfit.policies import LossKind, Policies, Tier
+from tightfit.units import GIB, MIB
+
+Planner = Callable[..., Plan]
+MakeJob = Callable[..., Job]
+Machine = Callable[[int], Hardware]
+
+RANKS = [0, 2, 5, 9, 15]  # which of the sixteen device peaks is the limit
+
+
+def candidates(job: Job) -> list[Policies]:
+    return list(options_of(job, precision="fp32", chunked_loss=True).candidates())
+
+
+def peak(plan: Plan) -> int:
+    return plan.bill.peak_bytes(Tier.DEVICE)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_nothing_that_fits_is_faster(
+    plan: Planner, job: MakeJob, pricing: Pricing, peaks: list[int], rank: int
+) -> None:
+    chosen = plan(memory_limit=peaks[rank])
+    assert chosen.fits
+    limits = chosen.limits
+    for policies in candidates(job()):
+        if all(
+            limits.missing_bytes(pricing.bill(policies, full_depth=deep)) <= 0
+            for deep in (False, True)
+        ):
+            seconds = pricing.step_time(policies).total
+            assert (chosen.step_time.total, count_techniques(chosen.policies)) <= (
+                seconds,
+                count_techniques(policies),
+            ), policies
+
+
+def test_tighter_limits_need_slower_plans(plan: Planner, peaks: list[int]) -> None:
+    plans = [plan(memory_limit=peaks[rank]) for rank in reversed(RANKS)]
+    seconds = [chosen.step_time.total for chosen in plans]
+    assert seconds == sorted(seconds)
+    assert len({chosen.policies for chosen in plans}) >= 4, "the limits tell no plans apart"
+    assert plans[0].policies.placement.optimizer_states is Tier.DEVICE
+    assert plans[-1].policies.placement.optimizer_states is Tier.HOST
+
+
+def test_of_equally_fast_plans_the_one_with_fewest_techniques_wins(plan: Planner) -> None:
+    """Chunked loss costs nothing in the time model; where memory is plenty it stays off."""
+    chosen = plan(memory_limit="1GiB")
+    assert count_techniques(chosen.policies) == 0
+    assert chosen.reasons == ()
+    assert chosen.alternatives == ()
+    assert chosen.bill == chosen.plain
+
+
+def test_the_bill_is_that_of_all_layers(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, rates: Rates, job: MakeJob
+) -> None:
+    deep = type(config).from_dict({**config.to_dict(), "num_hidden_layers": 6})
+    fixed = job(loss="chunked", offload_optimizer="cpu", gradient_checkpointing="true")
+    chosen = plan_job(fixed, deep, workload, hardware, rates)
+    whole = dry_run(deep, chosen.policies, workload, full_depth=True)
+    assert chosen.bill == whole.table.with_margin()
+    assert chosen.bill.peak_bytes(Tier.DEVICE) > whole.table.peak_bytes(Tier.DEVICE)
+    assert chosen.trainable_parameters == whole.trainable
+    assert chosen.frozen_parameters == whole.frozen == 0
+
+
+def test_a_plan_that_fits_on_few_layers_only_is_turned_down(
+    plan: Planner, peaks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extrapolated bill may be wrong; the one of all layers decides."""
+    honest = Pricing.bill
+    first = plan(memory_limit=peaks[5]).policies
+
+    def bill(self: Pricing, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
+        table = honest(self, policies, full_depth=full_depth)
+        return table.with_margin(1.0) if full_depth and policies == first else table
+
+    monkeypatch.setattr(Pricing, "bill", bill)
+    second = plan(memory_limit=peaks[5])
+    assert second.policies != first
+    assert first in [candidate.policies for candidate in second.alternatives]
+
+
+def test_every_alternative_says_why(plan: Planner, peaks: list[int]) -> None:
+    chosen = plan(memory_limit=peaks[2])
+    assert chosen.alternatives
+    for candidate in chosen.alternatives:
+        assert "/step)" in candidate.verdict
+        if candidate.bill is None:
+            assert "model states alone" in candidate.verdict
+        else:
+            assert chosen.limits.missing_bytes(candidate.bill) > 0
+            assert "too much" in candidate.verdict
+    seconds = [c.step_time.total for c in chosen.alternatives]
+    assert seconds == sorted(seconds)
+
+
+# Limits
+
+
+def test_limits_on_a_cpu(job: MakeJob, make_machine: Machine) -> None:
+    machine = make_machine(3 * GIB)
+    assert limits_of(job(), machine) == Limits(3 * GIB, 3 * GIB, 3 * GIB)
+    assert limits_of(job(memory_limit="none"), machine) == Limits(None, 3 * GIB, 3 * GIB)
+    explicit = job(memory_limit="900MiB", host_memory_limit="2GiB")
+    assert limits_of(explicit, machine) == Limits(900 * MIB, 2 * GIB, 2 * GIB)
+    none = job(memory_limit="none", host_memory_limit="none")
+    assert limits_of(none, machine) == Limits(None, None, None)
+
+
+def test_limits_on_a_card(job: MakeJob, make_machine: Machine) -> None:
+    card = Accelerator(0, "card", 10 * GIB, 8 * GIB)
+    machine = replace(make_machine(3 * GIB), accelerators=(card,))
+    assert limits_of(job(), machine) == Limits(8 * GIB, 3 * GIB, None)
+    assert limits_of(job(memory_limit="2GiB"), machine).device_bytes == 2 * GIB
+
+
+def table(device: int, host: int = 0, pinned: int = 0) -> MemoryTable:
+    counts = {Tier.DEVICE: device, Tier.HOST: host, Tier.PINNED: pinned}
+    return MemoryTable(
+        {Phase.STEP: {tier: {Kind.PARAMETERS: count} for tier, count in counts.items()}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "bill", "missing"),
+    [
+        (Limits(), table(10, 10, 10), 0),
+        (Limits(device_bytes=10), table(10), 0),
+        (Limits(device_bytes=10), table(11, 99), 1),
+        (Limits(host_bytes=10), table(99, 4, 6), 0),
+        (Limits(host_bytes=10), table(99, 5, 6), 1),
+        (Limits(10, 10, 15), table(9, 9), 3),
+        (Limits(10, 10, 15), table(20, 9), 14),
+    ],
+)
+def test_missing_bytes(limits: Limits, bill: MemoryTable, missing: int) -> None:
+    assert max(0, limits.missing_bytes(bill)) == missing
+
+
+def test_on_a_cpu_the_host_is_no_way_out_of_the_ram(plan: Planner, peaks: list[int]) -> None:
+    """Device and host are one memory: what a plan moves to the host is not saved."""
+    tight = plan(memory_limit=peaks[0])
+    assert tight.policies.placement.optimizer_states is Tier.HOST
+    both = peak(tight) + tight.bill.peak_bytes(Tier.HOST)
+    assert plan(memory_limit=peaks[0], ram_bytes=both).policies == tight.policies
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(memory_limit=peaks[0], ram_bytes=both - 100)
+    assert raised.value.missing_bytes == 100
+
+
+def test_auto_takes_the_ram_that_is_available(plan: Planner, peaks: list[int]) -> None:
+    assert count_techniques(plan().policies) == 0
+    small = plan(ram_bytes=peaks[9])
+    assert count_techniques(small.policies) > 0
+    assert peak(small) + small.bill.peak_bytes(Tier.HOST) <= peaks[9]
+
+
+def test_without_limits_everything_fits(plan: Planner) -> None:
+    chosen = plan(memory_limit="none", host_memory_limit="none", ram_bytes=MIB)
+    assert count_techniques(chosen.policies) == 0
+    assert chosen.fits
+
+
+# LoRA
+
+
+def test_lora_is_tried_only_when_allowed_and_nothing_else_fits(
+    plan: Planner, peaks: list[int]
+) -> None:
+    limit = peaks[0] - 1
+    with pytest.raises(DoesNotFitError):
+        plan(memory_limit=limit)
+    lean = {"per_device_train_batch_size": 1, "loss": "chunked"}
+    chosen = plan(memory_limit=limit, allow=["lora"], lora_rank=2, **lean)
+    assert chosen.policies.adapter is not None
+    assert chosen.policies.adapter.rank == 2
+    assert chosen.frozen_parameters > chosen.trainable_parameters > 0
+    assert any("LoRA" in reason for reason in chosen.reasons)
+    for fitting in (peaks[0], peaks[-1]):
+        allowed = plan(memory_limit=fitting, allow=["lora"], lora_rank=2)
+        assert allowed == plan(memory_limit=fitting)
+
+
+# Kinds of jobs
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"gradient_checkpointing": "true"},
+        {"offload_optimizer": "cpu"},
+        {"loss": "chunked"},
+        {"per_device_train_batch_size": 1},
+    ],
+)
+def test_what_the_job_says_is_done_though_it_costs(plan: Planner, keys: dict[str, Any]) -> None:
+    chosen = plan(**keys)
+    assert count_techniques(chosen.policies) == 1
+    assert len(chosen.reasons) == 1
+    assert "it also fits without" in chosen.reasons[0]
+
+
+def test_estimate_is_the_job_as_it_is_typed(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, rates: Rates, job: MakeJob
+) -> None:
+    typed = job(memory_limit="1MiB", gradient_checkpointing="true")
+    found = estimate_job(typed, config, workload, hardware, rates)
+    assert not found.fits
+    assert found.policies.checkpointing.enabled
+    assert found.policies.loss.kind is LossKind.FULL
+    assert count_techniques(found.policies) == 1
+
+
+def test_a_card_that_is_not_here_is_an_error_not_a_crash(
+    config: PretrainedConfig, workload: Workload, make_machine: Machine, job: MakeJob
+) -> None:
+    machine = replace(make_machine(GIB), accelerators=(Accelerator(0, "card", GIB, GIB),))
+    with pytest.raises(UnsupportedError, match="memory_limit"):
+        plan_job(job(), config, workload, machine)
+
+
+def test_an_unknown_lora_target_is_named_while_planning(plan: Planner) -> None:
+    with pytest.raises(ConfigError, match=r"wq.*q_proj"):
+        plan(finetuning_type="lora", lora_target="wq")
