@@ -229,9 +229,11 @@ def test_what_lives_when_a_section_begins_is_in_its_peak() -> None:
 def test_a_phase_ends_where_it_began() -> None:
     with Ledger() as counting:
         counting.set_section(Phase.FORWARD, "head")
-        with pytest.raises(KeyError), ledger.phase(Phase.EVAL):
+        with ledger.phase(Phase.EVAL):
             assert counting.section == (Phase.EVAL, "")
-            raise KeyError
+        assert counting.section == (Phase.FORWARD, "head")
+        with pytest.raises(KeyError, match="inside"), ledger.phase(Phase.EVAL):
+            raise KeyError("inside")
         assert counting.section == (Phase.FORWARD, "head")
 
 
@@ -430,7 +432,7 @@ def _hidden_bytes(loss: torch.Tensor) -> int:
     """What the graph saved has no Python object that gc knows; walk the graph to find it."""
     seen: dict[int, int] = {}
     queue = [loss.grad_fn]
-    known = {storage for storage in _live_storages()}
+    known = set(_live_storages())
     visited = set()
     while queue:
         node = queue.pop()

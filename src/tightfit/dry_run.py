@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
 from tightfit.facts.workload import Workload
@@ -136,6 +137,8 @@ def _run(
     config: PretrainedConfig, policies: Policies, workload: Workload
 ) -> tuple[Sections, tuple[int, int]]:
     """One optimizer step, one evaluation and one generation on fake tensors."""
+    if policies.adapter is not None:
+        import_library()
     fakes = (FakeTensorMode(), _ReadsAreOne())  # type: ignore[no-untyped-call]
     with _no_packing_check(), _no_module_moves(), fakes[0], fakes[1]:
         model = AutoModelForCausalLM.from_config(
@@ -147,7 +150,8 @@ def _run(
             engine = fit(model, policies)
             _follow_layers(layers, counting)
             _train_step(engine, policies, workload)
-            counting.set_section(Phase.FORWARD, "next step")
+            with ledger.phase(Phase.FORWARD):
+                pass  # the next step begins with what this one has left
             _evaluate(engine, workload)
             _generate(engine, workload)
             # Saving writes tensors from where they are; nothing more lives than between steps.

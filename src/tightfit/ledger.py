@@ -152,6 +152,9 @@ class Ledger(TorchDispatchMode):
         self._add(record, -size)
         record.kind, record.tier = kind, tier or record.tier
         self._add(record, size)
+        peak = self._peaks[self._section][record.tier]
+        if peak.total_bytes == self._totals[record.tier]:  # the peak it made has its name now
+            peak.kinds = self._now[record.tier].copy()
 
     def set_section(self, phase: Phase, section: str = "") -> Section:
         """Begin a phase, or a part of one; returns the one before."""
@@ -251,7 +254,7 @@ class Ledger(TorchDispatchMode):
         if change <= 0:
             return
         peak = self._peaks[self._section][tier]
-        if total >= peak.total_bytes:  # at the same height the later names are the better ones
+        if total > peak.total_bytes:
             peak.total_bytes, peak.kinds = total, self._now[tier].copy()
         limit = self.limits.get(tier)
         if limit is not None and total > limit:

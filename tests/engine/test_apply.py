@@ -51,7 +51,7 @@ def run_plain(make_batch: Make, trained: Make, plain_optimizer: Make) -> Make:
                     input_ids=part_ids, labels=part_labels, num_items_in_batch=trained(labels)
                 ).loss
                 loss.backward()
-                total += float(loss)
+                total += loss.item()
             limit = policy.max_grad_norm or float("inf")
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
@@ -75,7 +75,7 @@ def run_engine(make_batch: Make, trained: Make) -> Make:
             for part_ids, part_labels in split(ids, labels, pieces):
                 loss = engine.loss(part_ids, part_labels, trained(labels))
                 engine.backward(loss)
-                total += float(loss)
+                total += loss.item()
             losses.append(total)
             norms.append(engine.step())
         return losses, norms, parameters_of(engine.model)
@@ -143,18 +143,16 @@ def test_lora_has_the_bits_of_peft(
     placement: PlacementPolicy,
     checkpointing: CheckpointingPolicy,
 ) -> None:
-    model = make_model()
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    assert not model.is_activation_checkpointing
     policies = Policies(
         placement=placement,
         checkpointing=checkpointing,
         optimizer=OPTIMIZER,
         adapter=AdapterPolicy(rank=4, alpha=8),
     )
-    engine = fit(make_model(), policies)
+    engine = fit(make_model(), policies)  # models are made with a seed, so both draw the same
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
-        plain = get_peft_model(model, config)
+        plain = get_peft_model(make_model(), config)
     expected = run_plain(plain, OPTIMIZER, 2)
     found = run_engine(engine, 2)
     assert_same_bits(found, expected)
@@ -268,7 +266,7 @@ def test_a_micro_batch_without_trained_tokens_adds_nothing(
         engine.backward(engine.loss(ids, labels, trained(labels)))
         if with_empty:
             empty = engine.loss(ids, torch.full_like(labels, -100), trained(labels))
-            assert float(empty) == 0
+            assert empty.item() == 0
             engine.backward(empty)
         norms.append(engine.step())
     assert norms[0] == norms[1] > 0
@@ -282,7 +280,7 @@ def test_a_global_batch_without_trained_tokens_has_no_loss(
     engine = fit(make_model(), Policies(loss=LossPolicy(kind, 5)))
     loss = engine.loss(ids, torch.full_like(labels, -100), 0)
     engine.backward(loss)
-    assert (float(loss), engine.step()) == (0, 0)
+    assert (loss.item(), engine.step()) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", list(LossKind))
@@ -292,8 +290,8 @@ def test_evaluation_is_the_sum_over_trained_tokens(
     ids, labels = make_batch(0)
     engine = fit(make_model(), Policies(loss=LossPolicy(kind, 5)))
     logits = make_model()(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    expected = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-    torch.testing.assert_close(engine.evaluation_loss(ids, labels), float(expected))
+    expected = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum").item()
+    torch.testing.assert_close(engine.evaluation_loss(ids, labels), expected, rtol=1e-6, atol=0)
     assert engine.model.training
     engine.model.eval()
     engine.evaluation_loss(ids, labels)
@@ -340,7 +338,7 @@ def test_gemma2_trains_with_the_full_loss_and_refuses_chunks(make_batch: Make) -
     for _ in range(5):
         loss = engine.loss(ids, labels, 40)
         engine.backward(loss)
-        losses.append(float(loss))
+        losses.append(loss.item())
         engine.step()
     assert losses == sorted(losses, reverse=True)
 
@@ -349,7 +347,7 @@ def test_gemma2_trains_with_the_full_loss_and_refuses_chunks(make_batch: Make) -
 def test_a_step_given_up_leaves_no_gradient(
     make_model: Make, make_batch: Make, placement: PlacementPolicy
 ) -> None:
-    """The device or the host runs out at every place of forward and backward; then it works."""
+    """The device runs out at every place of forward and backward; then it works."""
     policies = Policies(placement=placement, optimizer=OPTIMIZER)
     ids, labels = make_batch(0)
     expected = fit(make_model(), policies)
@@ -361,19 +359,16 @@ def test_a_step_given_up_leaves_no_gradient(
         model = make_model()
         counting.adopt(model)
         engine = fit(model, policies)
-        tiers = (Tier.DEVICE, Tier.HOST)
-        start = {tier: counting.total_bytes(tier) for tier in tiers}
-        for tier in tiers:
-            for allowance in range(0, 60_000, 1500 if tier is Tier.DEVICE else 400):
-                counting.limits = {tier: start[tier] + allowance}
-                if not runs_out(engine, ids, labels, counting, failures):
-                    break
-                counting.limits = {}
-                engine.discard_gradients()
-                assert counting.total_bytes(Tier.DEVICE) == start[Tier.DEVICE]
-                assert counting.kinds(Tier.DEVICE).get(Kind.GRADIENTS, 0) == 0
+        start = counting.total_bytes(Tier.DEVICE)
+        for allowance in range(0, 400_000, 6000):
+            counting.limits = {Tier.DEVICE: start + allowance}
+            if not runs_out(engine, ids, labels, counting, failures):
+                break
             counting.limits = {}
             engine.discard_gradients()
+            assert counting.total_bytes(Tier.DEVICE) == start
+        counting.limits = {}
+        engine.discard_gradients()
         assert failures[Phase.FORWARD] > 1
         assert failures[Phase.BACKWARD] > 1
         for _ in range(2):
@@ -399,20 +394,42 @@ def runs_out(
     return False
 
 
-def test_gradients_leave_the_device_one_by_one(make_model: Make, make_batch: Make) -> None:
+@pytest.mark.parametrize("placement", [PlacementPolicy(), HOST], ids=["device", "host"])
+def test_gradients_wait_on_their_tier(
+    make_model: Make, make_batch: Make, placement: PlacementPolicy
+) -> None:
     ids, labels = make_batch(0)
-    most = {}
-    for placement in (PlacementPolicy(), HOST):
-        with Ledger() as counting:
-            model = make_model()
-            counting.adopt(model)
-            engine = fit(model, Policies(placement=placement))
-            engine.backward(engine.loss(ids, labels, 40))
-            assert (counting.kinds(Tier.DEVICE).get(Kind.GRADIENTS, 0) == 0) == (placement is HOST)
-            engine.step()
-        peak = counting.table().peaks[Phase.BACKWARD][Tier.DEVICE]
-        most[placement] = peak.get(Kind.GRADIENTS, 0)
-    whole = sum(parameter.nbytes for parameter in make_model().parameters())
-    largest = max(parameter.nbytes for parameter in make_model().parameters())
-    assert most[PlacementPolicy()] > whole / 2
-    assert most[HOST] <= 2 * largest
+    with Ledger() as counting:
+        model = make_model()
+        counting.adopt(model)
+        engine = fit(model, Policies(placement=placement))
+        engine.backward(engine.loss(ids, labels, 40))
+        found = {tier: counting.kinds(tier).get(Kind.GRADIENTS, 0) for tier in Tier}
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        assert found == dict.fromkeys(Tier, 0) | {placement.gradients: whole}
+
+
+def test_a_host_that_runs_out_in_backward_is_recovered_from(
+    make_model: Make, make_batch: Make
+) -> None:
+    """The landing place of the second micro-batch does not fit: gradients are left on the device
+    in the middle of autograd's own work."""
+    policies = Policies(placement=HOST, optimizer=OPTIMIZER)
+    ids, labels = make_batch(0)
+    expected = fit(make_model(), policies)
+    expected.backward(expected.loss(ids, labels, 40))
+    expected_norm = expected.step()
+    with Ledger() as counting:
+        model = make_model()
+        counting.adopt(model)
+        engine = fit(model, policies)
+        start = counting.total_bytes(Tier.DEVICE)
+        counting.limits = {Tier.HOST: counting.total_bytes(Tier.HOST)}
+        assert runs_out(engine, ids, labels, counting, failures := {})
+        assert failures == {Phase.BACKWARD: 1}
+        counting.limits = {}
+        engine.discard_gradients()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        engine.backward(engine.loss(ids, labels, 40))  # autograd drops what it kept of the failure
+        assert engine.step() == expected_norm
+        assert counting.total_bytes(Tier.DEVICE) == start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tightfit.planner.plan import Plan
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
 from tightfit.planner.search import plan_job
-from tightfit.policies import Policies, Tier
+from tightfit.policies import OptimizerPolicy, Policies, Tier
 from tightfit.units import GIB
 
 WORKLOAD = Workload(sequence_length=128, global_batch_size=2)
@@ -51,7 +52,8 @@ def remembered_dry_runs() -> Iterator[None]:
         config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool
     ) -> DryRun:
         extrapolates = config.num_hidden_layers > 3 and not full_depth
-        key = (config.to_json_string(), policies, workload, extrapolates)
+        shape = replace(policies, optimizer=OptimizerPolicy())
+        key = (config.to_json_string(), shape, workload, extrapolates)
         if key not in known:
             known[key] = dry_run(config, policies, workload, full_depth=full_depth)
         return known[key]

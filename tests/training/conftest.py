@@ -18,7 +18,7 @@ from tightfit.facts.workload import Workload
 from tightfit.planner import pricing, search
 from tightfit.planner.plan import Plan
 from tightfit.planner.rates import Rates
-from tightfit.policies import Policies
+from tightfit.policies import OptimizerPolicy, Policies
 from tightfit.training.run import PreparedRun, RunResult, make_plan, prepare, train
 
 
@@ -33,7 +33,9 @@ def remembered_dry_runs() -> Iterator[None]:
     def remembered(
         config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool
     ) -> DryRun:
-        key = (config.to_json_string(), policies, replace(workload, average_sequence_length=0.0))
+        shape = replace(policies, optimizer=OptimizerPolicy())
+        work = replace(workload, average_sequence_length=0.0)
+        key = (config.to_json_string(), shape, work)
         if key not in known:
             known[key] = dry_run(config, policies, workload, full_depth=True)
         return known[key]

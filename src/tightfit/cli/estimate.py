@@ -33,7 +33,8 @@ def run(job: Job, *, as_json: bool) -> int:
     counts = f"{plan.trainable_parameters:,} parameters trained"
     if plan.frozen_parameters:
         counts += f", {plan.frozen_parameters:,} frozen"
-    console.print(Text(f"{spec.name}: {counts}, {plan.policies.precision.parameters}"))
+    said = f"{spec.name}: {counts}, {plan.policies.precision.parameters}"
+    console.print(Text(said), soft_wrap=True)
     title = f"Bill of {describe_policies(plan.policies)}, {job.cutoff_len} tokens"
     show_bill(console, title, plan.bill, plan.limits)
     return 0

@@ -31,7 +31,7 @@ def run(job: Job, *, as_json: bool) -> int:
         return 0
     console = Console()
     for line in describe(hardware):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
     show_plan_with_bills(console, plan)
     return 0
 

@@ -40,9 +40,9 @@ def run(job: Job) -> int:
 
 def _show_facts(console: Console, prepared: PreparedRun) -> None:
     for line in describe(prepared.hardware):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
     for line in prepared.data.report.lines():
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
     if prepared.job.preview:
         samples = prepared.data.train[: prepared.job.preview]
         console.print(SamplePreview(samples, prepared.tokenizer))
@@ -84,4 +84,5 @@ def _show_result(
         names = ("before", "after") if len(result.answers) == 2 else ("after",)
         for name, text in zip(names, result.answers, strict=True):
             console.print(Text(f"{name}: {text}"))
-    console.print(Text(f"saved: {result.checkpoint}; report: {prepared.output_dir / REPORT}"))
+    saved = f"saved: {result.checkpoint}; report: {prepared.output_dir / REPORT}"
+    console.print(Text(saved), soft_wrap=True)

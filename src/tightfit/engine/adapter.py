@@ -15,6 +15,11 @@ from tightfit.errors import ConfigError
 from tightfit.policies import AdapterPolicy
 
 
+def import_library() -> None:
+    """Import peft, which makes tensors of its own: do it where nothing is counted or faked."""
+    import peft  # noqa: F401  # takes a second, only LoRA needs it
+
+
 def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Module:
     """The model with adapters and everything else frozen, or the model itself without a policy.
 
@@ -23,7 +28,7 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
     """
     if policy is None:
         return model
-    from peft import LoraConfig, get_peft_model  # takes a second to import, only LoRA needs it
+    from peft import LoraConfig, get_peft_model
 
     missing = [name for name in policy.targets if not _names_a_module(model, name)]
     if missing:

@@ -49,6 +49,7 @@ class Engine:
                 micro-batches is the loss per token however it is split. With none at all the
                 loss is 0.
         """
+        ledger.set_phase(Phase.FORWARD)
         loss: torch.Tensor = self.model(
             input_ids=input_ids,
             labels=labels,

@@ -76,8 +76,9 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _memory_rate(device: torch.device) -> float:
+    """Out of place, as in a model: on a CPU fresh pages cost more than the traffic itself."""
     values = torch.zeros(_BUFFER_BYTES // 4, device=device)
-    return 2 * _BUFFER_BYTES / _seconds_per_call(lambda: values.mul_(1.0), device)
+    return 2 * _BUFFER_BYTES / _seconds_per_call(lambda: values + 1.0, device)
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -87,7 +88,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _optimizer_rate(device: torch.device) -> float:
-    count = 2**22
+    count = _BUFFER_BYTES // 4
     tensors = [torch.zeros(count, device=device) for _ in range(4)]
     steps = torch.zeros((), device=device)
 

@@ -23,10 +23,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from tightfit import ledger
-from tightfit.bill.table import Phase
+from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
 from tightfit.errors import ConfigError, TrainingError
 from tightfit.facts.job import Job
+from tightfit.policies import Tier
 
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -165,8 +166,10 @@ def restore(checkpoint: Path, engine: Engine) -> None:
         ConfigError: the checkpoint is of another model.
     """
     wanted = dict(_optimizer_tensors(engine))
+    # What is read lies on the host until it is copied, one tensor at a time.
+    on_host = ledger.labelled(Kind.BUFFERS, Tier.HOST)
     try:
-        with safe_open(checkpoint / _OPTIMIZER_FILE, framework="pt") as file:
+        with on_host, safe_open(checkpoint / _OPTIMIZER_FILE, framework="pt") as file:
             _check_same(checkpoint, file, wanted)
             if is_adapter(checkpoint):
                 _restore_adapter(checkpoint, engine.model)

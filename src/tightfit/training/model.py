@@ -34,6 +34,7 @@ def load_model(path: Path | str, dtype: torch.dtype, device: torch.device) -> Pr
             attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with a message
         )
     except OSError as error:
         raise ModelNotFoundError(
@@ -42,7 +43,8 @@ def load_model(path: Path | str, dtype: torch.dtype, device: torch.device) -> Pr
     except SafetensorError as error:
         raise InputError(f"the weights in {path} are broken: {error}; get them again") from None
     model, loading = loaded
-    _check_complete(path, sorted(loading["missing_keys"]), sorted(loading["mismatched_keys"]))
+    mismatched = {name for name, *_ in loading["mismatched_keys"]}
+    _check_complete(path, sorted(mismatched | set(loading["missing_keys"])))
     assert isinstance(model, PreTrainedModel)
     model.to(device)  # type: ignore[arg-type]
     counting = ledger.active()
@@ -62,12 +64,11 @@ def check_weights(path: Path) -> None:
         raise ModelNotFoundError(f"no weights in {path}: it has no .safetensors file{pickled}")
 
 
-def _check_complete(path: Path | str, missing: list[str], mismatched: list[object]) -> None:
+def _check_complete(path: Path | str, missing: list[str]) -> None:
     """Transformers fills what is missing with random numbers; nobody wants to train those."""
-    if missing or mismatched:
-        names = ", ".join(map(str, [*missing, *mismatched][:_NAMED_TENSORS]))
+    if missing:
+        names = ", ".join(missing[:_NAMED_TENSORS])
         raise InputError(
             f"the weights in {path} are not those of its config.json: "
-            f"{len(missing) + len(mismatched)} tensors are missing or of another shape, such as "
-            f"{names}"
+            f"{len(missing)} tensors are missing or of another shape, such as {names}"
         )

@@ -1,0 +1,142 @@
+"""`tightfit plan`: tables for people, one documented object for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.cli.main import main
+
+JobFile = Callable[..., str]
+Captured = pytest.CaptureFixture[str]
+
+PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+KEYS = {
+    "fits", "peak_bytes", "phases", "kinds", "plan", "step_seconds", "step_seconds_by_part",
+    "parameters", "limits", "plain_peak_bytes", "reasons", "alternatives",
+}  # fmt: skip
+TIERS = {"device", "host", "pinned", "nvme"}
+
+pytestmark = pytest.mark.usefixtures("no_measuring")
+
+
+def planned(capsys: Captured, *argv: str) -> dict[str, Any]:
+    """stdout of the command, which must be one JSON object and nothing else."""
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    content = json.loads(out, parse_constant=pytest.fail)
+    assert isinstance(content, dict)
+    return content
+
+
+def keys_of(content: Any) -> Iterator[str]:
+    """Every key at every depth."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield key
+            yield from keys_of(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from keys_of(value)
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"`([^`]+)`", PAGE.read_text()))
+
+
+def test_the_object(job_file: JobFile, capsys: Captured) -> None:
+    path = job_file(offload_optimizer="auto", cutoff_len=32)
+    plain = planned(capsys, "plan", path)
+    limit = plain["peak_bytes"]["device"] - 1
+    found = planned(capsys, "plan", path, "--memory_limit", str(limit))
+    assert set(found) == KEYS
+    assert found["fits"] is True
+    assert set(found["peak_bytes"]) == set(found["plain_peak_bytes"]) == TIERS
+    assert found["peak_bytes"]["device"] <= limit < found["plain_peak_bytes"]["device"]
+    for tier, peak in found["peak_bytes"].items():
+        assert peak == max(tiers[tier] for tiers in found["phases"].values())
+        assert peak == sum(found["kinds"].get(tier, {}).values())
+    assert found["plan"] == {
+        "batch": "2 x 1", "gradient_checkpointing": "false", "loss": "full",
+        "offload_optimizer": "cpu", "precision": "fp32", "finetuning_type": "full",
+    }  # fmt: skip
+    parts = dict(found["step_seconds_by_part"])
+    assert parts.pop("total") == found["step_seconds"] == pytest.approx(sum(parts.values()))
+    assert found["limits"]["device_bytes"] == limit
+    assert len(found["reasons"]) == 1
+    (alternative,) = found["alternatives"]
+    assert alternative["plan"]["offload_optimizer"] == "none"
+    assert alternative["device_peak_bytes"] == limit + 1
+    assert "too much" in alternative["verdict"]
+
+
+def test_the_page_names_every_key(job_file: JobFile, tmp_path: Path, capsys: Captured) -> None:
+    """Of plan, report and log of a run that has everything."""
+    path = job_file(
+        finetuning_type="lora", lora_rank=2, val_size=2, offload_optimizer="cpu",
+        sample_prompt="What?", max_new_tokens=2,
+    )  # fmt: skip
+    assert main(["train", path]) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    log = (tmp_path / "run" / "trainer_log.jsonl").read_text().splitlines()
+    written = [report, *map(json.loads, log), planned(capsys, "estimate", path)]
+    assert len(report["answers"]) == 2
+    missing = set(keys_of(written)) - documented()
+    assert not missing
+
+
+def test_the_page_names_every_word() -> None:
+    from tightfit.bill.table import Kind, Phase
+    from tightfit.policies import Tier
+
+    words = {str(word) for kind in (Kind, Phase, Tier) for word in kind}
+    assert words <= documented()
+
+
+def test_the_page_names_no_key_that_is_gone() -> None:
+    tables = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), flags=re.M)
+    assert set(tables) >= KEYS
+    gone = set(tables) - KEYS - {
+        "predicted", "measured", "differences", "peak_error", "steps", "evaluations", "answers",
+        "event", "step", "loss", "seconds", "epoch", "learning_rate", "grad_norm", "tokens",
+        "device_bytes", "device_peak_bytes", "skipped",
+    }  # fmt: skip
+    assert not gone
+
+
+def test_the_tables(job_file: JobFile, capsys: Captured) -> None:
+    path = job_file(offload_optimizer="auto", cutoff_len=32)
+    limit = planned(capsys, "plan", path)["peak_bytes"]["device"] - 1
+    assert main(["plan", path, "--memory_limit", str(limit)]) == 0
+    out = capsys.readouterr().out
+    plain, rest = out.split("Bill of plain training")[1].split("Plan: ")
+    assert re.search(r"at the peak +device \(\w+\)", plain)
+    assert re.search(r"parameters +[\d.]+ KiB", plain)
+    assert re.search(r"peak +[\d.]+ MiB", plain)
+    assert "1 B missing" in plain
+    assert "gradients and optimizer on the host: " in rest
+    assert "turned down, fastest first" in rest
+    bill = rest.split("Bill of the plan")[1]
+    assert re.search(r"at the peak +device \(\w+\) +host \(\w+\)", bill)
+    assert ": fits" in bill
+
+
+def test_what_does_not_fit_prints_nothing_on_stdout(job_file: JobFile, capsys: Captured) -> None:
+    assert main(["plan", job_file(memory_limit="10KiB"), "--json"]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing fits" in err
+
+
+def test_planning_needs_no_data_and_writes_nothing(
+    job_file: JobFile, tmp_path: Path, capsys: Captured
+) -> None:
+    assert main(["plan", job_file(dataset=..., cutoff_len=32)]) == 0
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,146 @@
+"""16-bit parameters with an fp32 master, against the same arithmetic written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from tightfit.engine.apply import fit
+from tightfit.policies import (
+    LossKind,
+    LossPolicy,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    Tier,
+)
+
+Make = Callable[..., Any]
+HOST = PlacementPolicy(Tier.HOST, Tier.HOST)
+OPTIMIZER = OptimizerPolicy(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
+BF16 = PrecisionPolicy("bf16")
+
+
+@pytest.mark.parametrize("placement", [PlacementPolicy(), HOST], ids=["device", "host"])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_bf16_with_an_fp32_master(
+    make_model: Make,
+    make_batch: Make,
+    plain_optimizer: Make,
+    placement: PlacementPolicy,
+    accumulation_steps: int,
+) -> None:
+    """Bit for bit: gradients widened, clipped by their fp32 norm, applied to the master, rounded.
+
+    The master is a second model in fp32 that never computes. Norms are compared to 1e-6, since
+    their sums are fp32 sums in another order; parameters exactly.
+    """
+    model, master = make_model(torch.bfloat16), make_model(torch.bfloat16).float()
+    optimizer = plain_optimizer(master, OPTIMIZER)
+    policies = Policies(precision=BF16, placement=placement, optimizer=OPTIMIZER)
+    engine = fit(make_model(torch.bfloat16), policies)
+    for step in range(5):
+        for piece in range(accumulation_steps):
+            ids, labels = make_batch(10 * step + piece, batch_size=2)
+            model(input_ids=ids, labels=labels, num_items_in_batch=30).loss.backward()
+            engine.backward(engine.loss(ids, labels, 30))
+        for wide, narrow in zip(master.parameters(), model.parameters(), strict=True):
+            wide.grad = narrow.grad.float()
+            narrow.grad = None
+        norm = float(nn.utils.clip_grad_norm_(master.parameters(), OPTIMIZER.max_grad_norm))
+        optimizer.step()
+        with torch.no_grad():
+            for wide, narrow in zip(master.parameters(), model.parameters(), strict=True):
+                narrow.copy_(wide)
+        assert engine.step() == pytest.approx(norm, rel=1e-6)
+        found = dict(engine.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.equal(found[name], parameter), (step, name)
+
+
+def test_small_updates_are_not_lost_in_16_bits(make_model: Make, make_batch: Make) -> None:
+    """One step changes bf16 weights of 1 by less than they can show; the master keeps it."""
+    policy = OptimizerPolicy(learning_rate=1e-4)
+    engine = fit(make_model(torch.bfloat16), Policies(precision=BF16, optimizer=policy))
+    norm_weight = engine.model.model.norm.weight  # type: ignore[union-attr]
+    for seed in range(60):
+        ids, labels = make_batch(0)
+        engine.backward(engine.loss(ids, labels, 30))
+        engine.step()
+        if seed == 0:
+            assert torch.equal(norm_weight, torch.ones_like(norm_weight))  # type: ignore[arg-type]
+    assert not torch.equal(norm_weight, torch.ones_like(norm_weight))  # type: ignore[arg-type]
+
+
+def test_chunked_loss_trains_in_bf16(make_model: Make, make_batch: Make) -> None:
+    losses = {}
+    for kind in LossKind:
+        policies = Policies(precision=BF16, optimizer=OPTIMIZER, loss=LossPolicy(kind, 5))
+        engine = fit(make_model(torch.bfloat16), policies)
+        losses[kind] = []
+        for _ in range(6):
+            ids, labels = make_batch(0)
+            loss = engine.loss(ids, labels, 30)
+            engine.backward(loss)
+            losses[kind].append(loss.item())
+            engine.step()
+    # bf16 has 8 bits; six steps from the same start stay within one of them.
+    assert losses[LossKind.CHUNKED] == pytest.approx(losses[LossKind.FULL], rel=2**-7)
+    assert losses[LossKind.CHUNKED][-1] < losses[LossKind.CHUNKED][0]
+
+
+@pytest.mark.parametrize("placement", [PlacementPolicy(), HOST], ids=["device", "host"])
+def test_a_schedule_sets_the_learning_rate(
+    make_model: Make, make_batch: Make, plain_optimizer: Make, placement: PlacementPolicy
+) -> None:
+    plain = make_model()
+    optimizer = plain_optimizer(plain, OPTIMIZER)
+    engine = fit(make_model(), Policies(optimizer=OPTIMIZER, placement=placement))
+    schedules = [
+        get_scheduler("cosine", each, num_warmup_steps=2, num_training_steps=6)
+        for each in (optimizer, engine.optimizer)
+    ]
+    for seed in range(6):
+        ids, labels = make_batch(seed)
+        plain(input_ids=ids, labels=labels).loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), OPTIMIZER.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine.model(input_ids=ids, labels=labels).loss)
+        engine.step()
+        for schedule in schedules:
+            schedule.step()
+    found = dict(engine.model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
+def test_states_are_complete_before_the_first_step(make_model: Make) -> None:
+    engine = fit(make_model(torch.bfloat16), Policies(precision=BF16, placement=HOST))
+    for parameter in engine.model.parameters():
+        state = engine.optimizer.state[parameter]
+        assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(
+            ("master", "step", "exp_avg", "exp_avg_sq"), torch.float32
+        )
+        assert torch.equal(state["master"], parameter.float())
+
+
+def test_masters_follow_parameters_that_are_loaded(make_model: Make) -> None:
+    engine = fit(make_model(), Policies(placement=HOST))
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.fill_(3)
+    engine.optimizer.refresh_masters()
+    assert all(bool((state["master"] == 3).all()) for state in engine.optimizer.state.values())
+
+
+def test_a_step_without_gradients_does_nothing(make_model: Make) -> None:
+    engine = fit(make_model(), Policies(placement=HOST))
+    assert engine.step() == 0
+    assert all(float(state["step"]) == 0 for state in engine.optimizer.state.values())

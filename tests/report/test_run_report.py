@@ -1,0 +1,67 @@
+"""report.json: predicted beside measured, with errors that are errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.monitor.records import EvaluationRecord, StepRecord
+from tightfit.planner.plan import Limits, Plan, StepTime
+from tightfit.policies import Policies, Tier
+from tightfit.report.run_report import RunReport
+
+
+def table(parameters: int, activations: int) -> MemoryTable:
+    kinds = {Kind.PARAMETERS: parameters, Kind.ACTIVATIONS: activations}
+    return MemoryTable(
+        {Phase.FORWARD: {Tier.DEVICE: kinds}, Phase.STEP: {Tier.DEVICE: {Kind.PARAMETERS: 5}}}
+    )
+
+
+def report(seconds: list[float], loss: float = 1.0) -> RunReport:
+    bill = table(110, 220)
+    plan = Plan(
+        policies=Policies(), bill=bill, plain=bill, step_time=StepTime(1, 2, 3, 4, 5),
+        limits=Limits(), trainable_parameters=1, frozen_parameters=0, reasons=(), alternatives=(),
+    )  # fmt: skip
+    records = [
+        StepRecord(i, 0.0, loss, 0.1, 1.0, 10, s, None, None) for i, s in enumerate(seconds, 1)
+    ]
+    return RunReport(plan, table(100, 200), records, [EvaluationRecord(0, loss, 1.0)], ["a"])
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    made = report([1.0])
+    assert made.peak_error() == pytest.approx(0.1)
+    rows = {(r.phase, r.kind): r.error for r in made.differences()}
+    assert rows == {
+        (Phase.FORWARD, None): pytest.approx(0.1),
+        (Phase.FORWARD, Kind.PARAMETERS): pytest.approx(0.1),
+        (Phase.FORWARD, Kind.ACTIVATIONS): pytest.approx(0.1),
+        (Phase.STEP, None): 0,
+        (Phase.STEP, Kind.PARAMETERS): 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [([], None), ([9.0], 9.0), ([9.0, 1.0, 2.0, 3.0], 2.0)]
+)
+def test_the_first_step_does_not_count_where_there_are_more(
+    seconds: list[float], expected: float | None
+) -> None:
+    assert report(seconds).step_seconds() == expected
+
+
+def test_the_file_is_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report([1.0], loss=math.nan).write(path)
+    content = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert content["steps"][0]["loss"] is None
+    assert content["evaluations"][0]["loss"] is None
+    assert content["step_seconds"] == {"predicted": 15, "measured": 1.0}
+    assert content["measured"]["forward"]["device"] == {"parameters": 100, "activations": 200}
+    assert content["answers"] == ["a"]
