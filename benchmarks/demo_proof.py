@@ -36,8 +36,10 @@ ALLOWED_ERROR = 0.03
 def main() -> int:
     """Run the three jobs and print the tables; 1 if a claim does not hold."""
     with tempfile.TemporaryDirectory() as folder:
-        reports = {name: run_job(flags, Path(folder) / str(index))
-                   for index, (name, flags) in enumerate(JOBS.items())}
+        reports = {
+            name: run_job(flags, Path(folder) / str(index))
+            for index, (name, flags) in enumerate(JOBS.items())
+        }
     print("# The demo three ways\n")
     print(versions(), "\n")
     held = print_peaks(reports)
@@ -70,8 +72,10 @@ def print_peaks(reports: dict[str, dict[str, Any]]) -> bool:
         error = (predicted - measured) / measured
         held &= 0 <= error <= ALLOWED_ERROR
         seconds = report["step_seconds"]
-        print(f"| {name} | {predicted / 2**20:.1f} | {measured / 2**20:.1f} | {error:+.2%} "
-              f"| {seconds['predicted']:.2f} | {seconds['measured']:.2f} |")
+        print(
+            f"| {name} | {predicted / 2**20:.1f} | {measured / 2**20:.1f} | {error:+.2%} "
+            f"| {seconds['predicted']:.2f} | {seconds['measured']:.2f} |"
+        )
     print(f"\nwithin {ALLOWED_ERROR:.0%} and never below: {'yes' if held else 'NO'}\n")
     return held
 
@@ -92,16 +96,24 @@ def print_trajectories(plain: dict[str, Any], planned: dict[str, Any]) -> bool:
     print("|---|---|---|---|")
     first, last = plain["steps"][0], plain["steps"][-1]
     other_first, other_last = planned["steps"][0], planned["steps"][-1]
-    print(f"| loss, first and last step | {first['loss']:.6f}, {last['loss']:.6f} "
-          f"| {other_first['loss']:.6f}, {other_last['loss']:.6f} | {worst['loss']:.1e} |")
-    print(f"| gradient norm | {first['grad_norm']:.5f}, {last['grad_norm']:.5f} "
-          f"| {other_first['grad_norm']:.5f}, {other_last['grad_norm']:.5f} "
-          f"| {worst['grad_norm']:.1e} |")
-    print(f"| held-out loss before and after | {losses[0][0]:.6f}, {losses[0][-1]:.6f} "
-          f"| {losses[1][0]:.6f}, {losses[1][-1]:.6f} | |")
+    print(
+        f"| loss, first and last step | {first['loss']:.6f}, {last['loss']:.6f} "
+        f"| {other_first['loss']:.6f}, {other_last['loss']:.6f} | {worst['loss']:.1e} |"
+    )
+    print(
+        f"| gradient norm | {first['grad_norm']:.5f}, {last['grad_norm']:.5f} "
+        f"| {other_first['grad_norm']:.5f}, {other_last['grad_norm']:.5f} "
+        f"| {worst['grad_norm']:.1e} |"
+    )
+    print(
+        f"| held-out loss before and after | {losses[0][0]:.6f}, {losses[0][-1]:.6f} "
+        f"| {losses[1][0]:.6f}, {losses[1][-1]:.6f} | |"
+    )
     held = worst["loss"] <= TOLERANCE
-    print(f"\nlosses equal to {TOLERANCE:.0e} over {len(plain['steps'])} steps: "
-          f"{'yes' if held else 'NO'}")
+    print(
+        f"\nlosses equal to {TOLERANCE:.0e} over {len(plain['steps'])} steps: "
+        f"{'yes' if held else 'NO'}"
+    )
     return held
 
 

@@ -24,7 +24,7 @@ class Rates:
 
     Attributes:
         matmul_flops_per_second: multiply-adds count as two.
-        memory_bytes_per_second: read and written by element-wise operations on the device.
+        memory_bytes_per_second: read and written by element-wise operations that make a tensor.
         copy_bytes_per_second: between device and host.
         optimizer_parameters_per_second: fused AdamW in fp32, by tier of the states.
         operation_seconds: fixed cost of starting one operation.

@@ -31,7 +31,6 @@ def load_model(path: Path | str, dtype: torch.dtype, device: torch.device) -> Pr
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, with a message
