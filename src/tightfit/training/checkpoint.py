@@ -95,6 +95,7 @@ def save_checkpoint(
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
+        _flush([output_dir])
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         before = latest_checkpoint(output_dir)
@@ -120,7 +121,7 @@ def _write(
         if with_optimizer:
             save_file(dict(_optimizer_tensors(engine)), temporary / _OPTIMIZER_FILE)
     (temporary / _STATE_FILE).write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
-    _flush(temporary)
+    _flush([*temporary.iterdir(), temporary])
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
@@ -232,9 +233,9 @@ def _step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def _flush(folder: Path) -> None:
-    """Force the files to the disk, so that the rename never names what is not there yet."""
-    for path in folder.iterdir():
+def _flush(paths: list[Path]) -> None:
+    """Force files and folders to the disk, so that a name never stands for what is not there."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
