@@ -83,6 +83,6 @@ def _show_result(
         console.print(Text(f"Q: {prepared.job.sample_prompt}", style="bold"))
         names = ("before", "after") if len(result.answers) == 2 else ("after",)
         for name, text in zip(names, result.answers, strict=True):
-            console.print(Text(f"{name}: {text}"))
+            console.print(Text(f"{name}: {text}"), soft_wrap=True)
     saved = f"saved: {result.checkpoint}; report: {prepared.output_dir / REPORT}"
     console.print(Text(saved), soft_wrap=True)

@@ -62,23 +62,29 @@ def _shortage(bill: MemoryTable, limits: Limits) -> Text:
 
 def show_plan(console: Console, plan: Plan) -> None:
     """Print a plan: what was chosen and why, what was turned down and why, peaks and time."""
-    console.print(Text("Plan: " + describe_policies(plan.policies), style="bold"))
+    console.print(Text("Plan: " + describe_policies(plan.policies), style="bold"), soft_wrap=True)
     for reason in plan.reasons:
-        console.print(Text(f"  + {reason}"))
+        console.print(Text(f"  + {reason}"), soft_wrap=True)
     if not plan.reasons:
         console.print(Text("  plain training; no technique is needed"))
     if plan.alternatives:
         console.print(_alternatives_table(plan.alternatives))
-    peaks = ", ".join(
-        f"{tier} {format_bytes(plan.bill.peak_bytes(tier))}" for tier in plan.bill.tiers()
-    )
-    console.print(Text(f"predicted peak: {peaks}"))
+    console.print(Text(_peaks(plan)), Text(_seconds(plan)), sep="\n", soft_wrap=True)
+
+
+def _peaks(plan: Plan) -> str:
+    tiers = plan.bill.tiers()
+    peaks = ", ".join(f"{tier} {format_bytes(plan.bill.peak_bytes(tier))}" for tier in tiers)
+    return f"predicted peak: {peaks}"
+
+
+def _seconds(plan: Plan) -> str:
     parts = ", ".join(
         f"{name} {format_seconds(seconds)}"
         for name, seconds in plan.step_time.to_json().items()
         if name != "total" and seconds >= 0.001
     )
-    console.print(Text(f"predicted step: {format_seconds(plan.step_time.total)} ({parts})"))
+    return f"predicted step: {format_seconds(plan.step_time.total)} ({parts})"
 
 
 def _alternatives_table(alternatives: tuple[Candidate, ...]) -> RenderableType:
