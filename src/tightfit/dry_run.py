@@ -22,7 +22,14 @@ import transformers.masking_utils
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, MemoryTable, Phase
@@ -182,19 +189,36 @@ def _evaluate(engine: Engine, workload: Workload) -> None:
 
 @torch.no_grad()
 def _generate(engine: Engine, workload: Workload) -> None:
-    """The last token of the longest sample: all others are in the cache, which grows by one."""
-    if not workload.generation_length:
+    """The prompt, and the last token of the answer, when the cache is longest."""
+    if not workload.prompt_length:
         return
     with ledger.phase(Phase.EVAL):
         engine.model.eval()
-        _predict_last_token(engine, workload.generation_length)
+        _answer(engine, workload)
         engine.model.train()
 
 
-def _predict_last_token(engine: Engine, length: int) -> None:
-    prompt, _ = fake_batch(1, length - 1)
+def _answer(engine: Engine, workload: Workload) -> None:
+    # What `generate` keeps beside the cache: tokens, mask, positions, and one of them as it grows.
+    tokens, others = fake_batch(2, workload.prompt_length + workload.max_new_tokens)
+    prompt = tokens[:1, : workload.prompt_length]
     cache = engine.model(input_ids=prompt, use_cache=True, logits_to_keep=1).cache
-    engine.model(input_ids=prompt[:, :1], cache=cache, use_cache=True)
+    if workload.max_new_tokens > 1:
+        _lengthen(cache, workload.max_new_tokens - 2)
+        engine.model(input_ids=tokens[:1, :1], cache=cache, use_cache=True)
+    del others
+
+
+def _lengthen(cache: Cache, tokens: int) -> None:
+    """Put so many tokens into a cache, as if they had been generated one by one."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, CacheLayerMixin) and layer.keys is not None:
+            assert layer.values is not None
+            keys, values = (
+                old.new_zeros(*old.shape[:-2], tokens, old.shape[-1])
+                for old in (layer.keys, layer.values)
+            )
+            cache.update(keys, values, index)
 
 
 def fake_batch(batch_size: int, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:

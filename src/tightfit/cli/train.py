@@ -31,6 +31,7 @@ def run(job: Job) -> int:
     show_bill(console, "Bill of plain training", plan.plain, plan.limits)
     show_plan(console, plan)
     show_bill(console, "Bill of the plan", plan.bill, plan.limits)
+    _warn_of_slow_precision(console, prepared, plan)
     result = _train(console, prepared, plan)
     report = RunReport(plan, result.measured, result.records, result.evaluations, result.answers)
     report.write(prepared.output_dir / REPORT)
@@ -46,6 +47,12 @@ def _show_facts(console: Console, prepared: PreparedRun) -> None:
     if prepared.job.preview:
         samples = prepared.data.train[: prepared.job.preview]
         console.print(SamplePreview(samples, prepared.tokenizer))
+
+
+def _warn_of_slow_precision(console: Console, prepared: PreparedRun, plan: Plan) -> None:
+    if prepared.hardware.device_kind == "cpu" and plan.policies.precision.parameters != "fp32":
+        said = "16-bit products are slow on most CPUs; precision: fp32 trains far faster here"
+        console.print(Text(said, style="yellow"), soft_wrap=True)
 
 
 def _train(console: Console, prepared: PreparedRun, plan: Plan) -> RunResult:

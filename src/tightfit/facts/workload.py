@@ -21,22 +21,28 @@ class Workload:
         evaluation_batch_size: sequences per evaluation forward.
         average_sequence_length: tokens of a training sequence, padding included, over the whole
             data; 0: all are as long as the longest. Decides time, as the longest decides memory.
-        generation_length: prompt and answer tokens of the longest sample that is generated;
-            0 without generation.
+        prompt_length: tokens of the longest prompt that is answered; 0 without generation.
+        max_new_tokens: of the longest answer.
     """
 
     sequence_length: int
     global_batch_size: int
     evaluation_sequence_length: int = 0
     evaluation_batch_size: int = 1
-    generation_length: int = 0
+    prompt_length: int = 0
+    max_new_tokens: int = 1
     average_sequence_length: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "global_batch_size", "evaluation_batch_size"):
+        for name in (
+            "sequence_length",
+            "global_batch_size",
+            "evaluation_batch_size",
+            "max_new_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("evaluation_sequence_length", "generation_length", "average_sequence_length"):
+        for name in ("evaluation_sequence_length", "prompt_length", "average_sequence_length"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, it is {getattr(self, name)}")
 

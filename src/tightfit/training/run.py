@@ -103,15 +103,14 @@ def prepare(job: Job) -> PreparedRun:
 
 def workload_of(job: Job, data: PreparedData, tokenizer: PreTrainedTokenizerBase) -> Workload:
     """The shapes that this data will really have."""
-    generated = 0
-    if job.sample_prompt is not None:
-        generated = prompt_tokens(tokenizer, job.sample_prompt).shape[1] + job.max_new_tokens
+    question = job.sample_prompt
     return Workload(
         sequence_length=_longest(data.train),
         global_batch_size=job.global_batch_size,
         evaluation_sequence_length=_longest(data.held_out),
         evaluation_batch_size=min(job.per_device_eval_batch_size, max(1, len(data.held_out))),
-        generation_length=generated,
+        prompt_length=0 if question is None else prompt_tokens(tokenizer, question).shape[1],
+        max_new_tokens=job.max_new_tokens,
         average_sequence_length=average_padded_length(data.train, job.global_batch_size, job.seed),
     )
 
