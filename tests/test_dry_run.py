@@ -38,6 +38,7 @@ from tightfit.dry_run import (
 )
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
+from tightfit.errors import InputError
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Ledger
 from tightfit.policies import (
@@ -306,3 +307,20 @@ def test_config_json_becomes_a_config() -> None:
     assert type(loaded) is Qwen3Config
     assert loaded.head_dim == 8
     assert loaded.num_hidden_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "nosuch"}, "'nosuch' is unknown to transformers"),
+        ({"model_type": "t5"}, "'t5' is not that of a causal language model"),
+        ({"model_type": "vit"}, "'vit' is not that of a causal language model"),
+        ({"model_type": "gemma3"}, "'gemma3' is not that of .* text alone"),
+        ({"model_type": "llama", "vocab_size": 2.5}, "'vocab_size' expected int, got float"),
+        ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}, "not a multiple"),
+    ],
+)
+def test_a_config_that_cannot_be_used_says_why(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said) as raised:
+        load_config(config)
+    assert "\n" not in str(raised.value)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers.masking_utils
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,12 +31,15 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
+from tightfit.errors import InputError, UnsupportedError
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
 from tightfit.policies import Policies, Tier
@@ -93,9 +97,33 @@ def dry_run(
 
 
 def load_config(config: dict[str, Any]) -> PretrainedConfig:
-    """A transformers config from the content of a config.json."""
+    """A transformers config from the content of a config.json.
+
+    Raises:
+        InputError: transformers does not accept a value of it.
+        UnsupportedError: transformers has no causal language model of this type.
+    """
+    model_type = config["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; "
+            "install a newer one, or name another model (code from a model folder is never run)"
+        )
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    return AutoConfig.for_model(config["model_type"], **fields)
+    try:
+        loaded = AutoConfig.for_model(model_type, **fields)
+    except (StrictDataclassError, ValueError) as error:
+        raise InputError(f"config.json of a {model_type} model: {_one_line(error)}") from None
+    if type(loaded) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(loaded, "num_hidden_layers"):
+        raise UnsupportedError(
+            f"model_type {model_type!r} is not that of a causal language model of text alone; "
+            "name the text part of a model that has several"
+        )
+    return loaded
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _layer_patterns(config: PretrainedConfig) -> dict[str, list[Any]]:

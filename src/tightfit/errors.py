@@ -39,7 +39,7 @@ class DoesNotFitError(TightfitError):
     """No plan fits the limits.
 
     Attributes:
-        missing_bytes: how much the closest plan lacks on the device tier.
+        missing_bytes: how much the closest plan lacks, on the tier where it lacks most.
     """
 
     exit_code = 3

@@ -15,7 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
-from tightfit.errors import UnsupportedError
+from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.ledger import Ledger
 from tightfit.policies import (
     AdapterPolicy,
@@ -433,3 +433,19 @@ def test_a_host_that_runs_out_in_backward_is_recovered_from(
         engine.backward(engine.loss(ids, labels, 40))  # autograd drops what it kept of the failure
         assert engine.step() == expected_norm
         assert counting.total_bytes(Tier.DEVICE) == start
+
+
+@pytest.mark.parametrize("placement", [PlacementPolicy(), HOST], ids=["device", "host"])
+@pytest.mark.parametrize("loss", [LossKind.FULL, LossKind.CHUNKED])
+def test_a_model_that_was_fitted_is_not_fitted_again(
+    make_model: Make, placement: PlacementPolicy, loss: LossKind
+) -> None:
+    model = make_model()
+    fit(model, Policies(placement=placement, loss=LossPolicy(loss)))
+    with pytest.raises(ConfigError, match=r"fitted before.*load it again"):
+        fit(model, Policies(placement=placement, loss=LossPolicy(loss)))
+
+
+def test_a_model_without_anything_to_train_is_refused(make_model: Make) -> None:
+    with pytest.raises(ConfigError, match="nothing to train"):
+        fit(make_model().requires_grad_(False), Policies())

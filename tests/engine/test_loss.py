@@ -165,3 +165,19 @@ def test_chunked_loss_of_peaked_logits_is_that_of_float64() -> None:
     exact = torch.nn.functional.cross_entropy(logits, labels[0, 1:])
     loss = chunked_causal_loss(hidden, labels, head, chunk_tokens=64)
     assert abs(loss.item() - exact.item()) <= 2e-7 * exact.item()
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_outputs_are_tuples_where_they_are_asked_for(
+    make_model: Make, make_batch: Make, as_dict: bool
+) -> None:
+    ids, labels = make_batch(0)
+    engine = fit(make_model(), Policies(loss=LossPolicy(LossKind.CHUNKED, 4)))
+    output = engine.model(
+        input_ids=ids, labels=labels, use_cache=False, output_hidden_states=True,
+        return_dict=as_dict,
+    )  # fmt: skip
+    loss, logits = (output.loss, output.logits) if as_dict else output[:2]
+    assert logits is None, "they were never made"
+    assert len(output[-1]) == 3, "hidden states stay where they are"
+    torch.testing.assert_close(loss, make_model()(input_ids=ids, labels=labels).loss, **CLOSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from transformers import get_scheduler
 
 from tightfit.engine.apply import fit
+from tightfit.engine.engine import Engine
+from tightfit.errors import ConfigError
 from tightfit.policies import (
     LossKind,
     LossPolicy,
@@ -144,3 +147,53 @@ def test_a_step_without_gradients_does_nothing(make_model: Make) -> None:
     engine = fit(make_model(), Policies(placement=HOST))
     assert engine.step() == 0
     assert all(float(state["step"]) == 0 for state in engine.optimizer.state.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("saved_on", [PlacementPolicy(), HOST], ids=["device", "host"])
+@pytest.mark.parametrize("loaded_on", [PlacementPolicy(), HOST], ids=["device", "host"])
+def test_states_go_on_where_they_were_saved(
+    make_model: Make,
+    make_batch: Make,
+    dtype: torch.dtype,
+    saved_on: PlacementPolicy,
+    loaded_on: PlacementPolicy,
+) -> None:
+    """As with any optimizer of torch: state_dict, load_state_dict, and the same bits follow."""
+
+    def fitted(placement: PlacementPolicy) -> Engine:
+        precision = PrecisionPolicy("fp32" if dtype is torch.float32 else "bf16")
+        policies = Policies(precision=precision, placement=placement, optimizer=OPTIMIZER)
+        return fit(make_model(dtype), policies)
+
+    def steps(engine: Engine, seeds: range) -> list[float]:
+        norms = []
+        for seed in seeds:
+            ids, labels = make_batch(seed)
+            engine.backward(engine.loss(ids, labels, 30))
+            norms.append(engine.step())
+        return norms
+
+    engine, fresh = fitted(saved_on), fitted(loaded_on)
+    steps(engine, range(3))
+    engine.optimizer.param_groups[0]["lr"] = 1e-3
+    fresh.model.load_state_dict(engine.model.state_dict())
+    kept = [tensor for state in fresh.optimizer.state.values() for tensor in state.values()]
+    types = [tensor.dtype for tensor in kept]
+    fresh.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+    held = [tensor for state in fresh.optimizer.state.values() for tensor in state.values()]
+    assert all(a is b for a, b in zip(kept, held, strict=True)), "in place, on their tier"
+    assert [tensor.dtype for tensor in held] == types
+    assert steps(fresh, range(3, 6)) == steps(engine, range(3, 6))
+    pairs = zip(fresh.model.parameters(), engine.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_states_of_another_model_are_refused(make_model: Make) -> None:
+    saved = fit(make_model(hidden_size=32), Policies()).optimizer.state_dict()
+    engine = fit(make_model(), Policies())
+    with pytest.raises(ConfigError, match="another model or method"):
+        engine.optimizer.load_state_dict(saved)
+    saved = fit(make_model(tie_word_embeddings=False), Policies()).optimizer.state_dict()
+    with pytest.raises(ConfigError, match="another model or method"):
+        engine.optimizer.load_state_dict(saved)

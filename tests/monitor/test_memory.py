@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -51,3 +53,31 @@ def test_it_is_off_after_an_error() -> None:
     with pytest.raises(KeyError), MemoryWatch(CPU, None):
         raise KeyError
     assert ledger.active() is None
+
+
+@pytest.mark.parametrize(
+    ("enforced", "fractions"), [(None, []), (250, [0.25]), (5000, [1.0])], ids=str
+)
+def test_a_card_is_limited_and_its_peak_is_that_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, enforced: int | None, fractions: list[float]
+) -> None:
+    """Measuring rates before the run takes memory too, which is not the run's."""
+    card = torch.device("cuda", 0)
+    peak = [999]
+    set_to: list[float] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000)
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device: set_to.append(fraction),
+    )
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 10)
+    )
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    watch = MemoryWatch(card, enforced)
+    assert set_to == fractions
+    assert watch.device_peak_bytes() == 10

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig
 
+import tightfit.planner.pricing
 from tightfit.bill.table import Kind, MemoryTable, Phase
-from tightfit.dry_run import dry_run
+from tightfit.dry_run import DryRun, dry_run
 from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
 from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
-from tightfit.planner.options import options_of
+from tightfit.planner.options import options_of, without_technique
 from tightfit.planner.plan import Limits, Plan, count_techniques
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
@@ -247,3 +248,69 @@ def test_a_card_that_is_not_here_is_an_error_not_a_crash(
 def test_an_unknown_lora_target_is_named_while_planning(plan: Planner) -> None:
     with pytest.raises(ConfigError, match=r"wq.*q_proj"):
         plan(finetuning_type="lora", lora_target="wq")
+
+
+# What a model does not support
+
+
+@pytest.fixture
+def unsupported(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the engine refuse one technique, as it does for some models."""
+    honest = tightfit.planner.pricing.dry_run
+
+    def refuse(technique: str) -> None:
+        def run(
+            config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool
+        ) -> DryRun:
+            if any(name == technique for name, _ in without_technique(policies)):
+                raise UnsupportedError(f"{technique} does not work for this model")
+            return honest(config, policies, workload, full_depth=full_depth)
+
+        monkeypatch.setattr(tightfit.planner.pricing, "dry_run", run)
+
+    return refuse
+
+
+@pytest.mark.parametrize("technique", ["chunked loss", "gradient checkpointing"])
+def test_auto_goes_around_what_the_model_does_not_support(
+    plan: Planner, peaks: list[int], unsupported: Callable[[str], None], technique: str
+) -> None:
+    assert technique in " ".join(plan(memory_limit=peaks[0]).reasons), "it would be needed"
+    unsupported(technique)
+    fitting = next(limit for limit in peaks if _fits(plan, limit))
+    chosen = plan(memory_limit=fitting)
+    assert technique not in " ".join(chosen.reasons)
+    for limit in (1000, peaks[0]):  # before and after candidates were priced
+        with pytest.raises(DoesNotFitError, match="nothing fits") as raised:
+            plan(memory_limit=limit)
+        assert technique.removeprefix("gradient ") not in str(raised.value).splitlines()[0]
+
+
+def test_what_the_model_does_not_support_is_named_among_the_alternatives(
+    plan: Planner, peaks: list[int], unsupported: Callable[[str], None]
+) -> None:
+    needing = next(
+        limit
+        for limit in reversed(peaks)
+        if "chunked loss" in str(plan(memory_limit=limit).reasons)
+    )
+    unsupported("chunked loss")
+    chosen = plan(memory_limit=needing)
+    refused = [c for c in chosen.alternatives if "does not work for this model" in c.verdict]
+    assert refused
+    assert all(candidate.bill is None for candidate in refused)
+
+
+def _fits(plan: Planner, limit: int) -> bool:
+    try:
+        return plan(memory_limit=limit).fits
+    except DoesNotFitError:
+        return False
+
+
+def test_what_is_asked_for_and_not_supported_is_an_error(
+    plan: Planner, unsupported: Callable[[str], None]
+) -> None:
+    unsupported("gradient checkpointing")
+    with pytest.raises(UnsupportedError, match="does not work for this model"):
+        plan(gradient_checkpointing="true")

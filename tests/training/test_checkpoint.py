@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from tightfit.errors import ConfigError, TrainingError
@@ -144,3 +145,24 @@ def test_the_random_state_is_saved(run_job: RunJob) -> None:
     assert "random_state" in names
     assert sum(name.endswith("exp_avg_sq") for name in names) > 10
     assert not [name for name in names if name.endswith("master")], "equal to its parameter"
+
+
+@pytest.mark.parametrize("saved_on", ["cpu", "card"])
+def test_a_run_may_go_on_on_another_device(
+    run_job: RunJob, monkeypatch: pytest.MonkeyPatch, saved_on: str
+) -> None:
+    """Only the device's own random state has nowhere to go then, or nothing to come from."""
+    from safetensors.torch import load_file, save_file
+
+    first = run_job(max_steps=2)
+    path = first.result.checkpoint / "optimizer.safetensors"
+    here = checkpoints._optimizer_tensors
+    extra = ("device_random_state", torch.zeros(16, dtype=torch.uint8))
+    if saved_on == "card":
+        save_file({**load_file(path), extra[0]: extra[1]}, path)
+    else:
+        monkeypatch.setattr(
+            checkpoints, "_optimizer_tensors", lambda engine: [*here(engine), extra]
+        )
+    rest = run_job(max_steps=4, resume=True)
+    assert [record.step for record in rest.result.records] == [3, 4]

@@ -133,7 +133,7 @@ class Difference:
 
 
 def compare(bill: MemoryTable, measured: MemoryTable) -> list[Difference]:
-    """Totals and kinds of every phase and tier that both tables know or that was measured."""
+    """Totals and kinds of every phase that both tables know, for each tier that holds anything."""
     rows: list[Difference] = []
     for phase in Phase:
         if phase not in measured.peaks or phase not in bill.peaks:

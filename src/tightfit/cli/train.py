@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from tightfit.cli.plan import show_plan_with_bills
 from tightfit.cli.quiet import quiet_libraries
 from tightfit.errors import TrainingError
 from tightfit.facts.hardware import describe
@@ -13,7 +14,7 @@ from tightfit.facts.job import Job
 from tightfit.monitor.progress import RunProgress
 from tightfit.planner.plan import Plan
 from tightfit.report.run_report import RunReport
-from tightfit.report.tables import show_bill, show_comparison, show_plan
+from tightfit.report.tables import show_comparison
 from tightfit.training.loop import Schedule
 from tightfit.training.output import PLAN, REPORT
 from tightfit.training.preview import SamplePreview
@@ -28,9 +29,7 @@ def run(job: Job) -> int:
     prepared = prepare(job)
     _show_facts(console, prepared)
     plan = make_plan(prepared)
-    show_bill(console, "Bill of plain training", plan.plain, plan.limits)
-    show_plan(console, plan)
-    show_bill(console, "Bill of the plan", plan.bill, plan.limits)
+    show_plan_with_bills(console, plan)
     _warn_of_slow_precision(console, prepared, plan)
     result = _train(console, prepared, plan)
     report = RunReport(plan, result.measured, result.records, result.evaluations, result.answers)

@@ -18,7 +18,10 @@ from tightfit.engine.gradients import DeviceGradients, GradientStore, HostGradie
 from tightfit.engine.loss import apply_loss
 from tightfit.engine.optimizer import PlacedAdamW
 from tightfit.engine.transfer import Transfer
+from tightfit.errors import ConfigError
 from tightfit.policies import Policies, Tier
+
+_FITTED = "_fitted_by_tightfit"
 
 
 def fit(model: PreTrainedModel, policies: Policies) -> Engine:
@@ -30,8 +33,14 @@ def fit(model: PreTrainedModel, policies: Policies) -> Engine:
 
     Raises:
         UnsupportedError: the model cannot do what a policy asks.
-        ConfigError: a LoRA target that the model does not have.
+        ConfigError: a LoRA target that the model does not have, a model that was fitted before,
+            or nothing in it to train.
     """
+    if hasattr(model, _FITTED):
+        raise ConfigError(
+            "this model was fitted before, and its forward and gradients belong to that engine; "
+            "load it again"
+        )
     ledger.set_phase(Phase.INIT)
     adapted = apply_adapter(model, policies.adapter)
     if policies.adapter is not None:
@@ -39,6 +48,9 @@ def fit(model: PreTrainedModel, policies: Policies) -> Engine:
     apply_loss(model, policies.loss)
     apply_checkpointing(model, policies.checkpointing)
     trainable = [p for p in adapted.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("nothing to train: all parameters of the model are frozen")
+    setattr(model, _FITTED, True)
     transfer = Transfer(trainable[0].device)
     optimizer = PlacedAdamW(
         trainable, policies.optimizer, policies.placement.optimizer_states, transfer

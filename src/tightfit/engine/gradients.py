@@ -81,6 +81,7 @@ class HostGradients:
         gradient = parameter.grad
         assert gradient is not None
         ledger.mark(gradient, Kind.GRADIENTS)
+        self._transfer.wait()  # else gradients pile up where copies are slower than backward
         if parameter in self._filled:
             landing = self._landing_like(parameter)
             self._transfer.copy(landing, gradient)

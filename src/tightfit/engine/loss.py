@@ -75,6 +75,8 @@ def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: in
             return plain_forward(*args, **kwargs)
         with _passing_through(head, passed):
             output = plain_forward(*args, labels=labels, **kwargs)
+        if isinstance(output, tuple):  # return_dict=False
+            return (output[0], None, *output[2:])
         output.logits = None
         return output
 

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.transfer import Transfer
+from tightfit.errors import ConfigError
 from tightfit.policies import OptimizerPolicy, Tier
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]
@@ -68,6 +69,26 @@ class PlacedAdamW(torch.optim.Optimizer):
         self._transfer.copy(master, parameter.detach())
         self._transfer.wait()
         return master
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy saved states into those that are here, so that each keeps its tier and its type.
+
+        torch's own would give all of them the device and the type of their parameter. Load the
+        model first: a master that was not saved, as no other tier or type needed one, is its
+        parameter.
+
+        Raises:
+            ConfigError: they are the states of other parameters.
+        """
+        groups = state_dict["param_groups"]
+        _check_same_parameters(self.param_groups, groups, state_dict["state"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                values = {"master": parameter, **state_dict["state"][number]}
+                for name, tensor in self.state[parameter].items():
+                    tensor.copy_(values[name])
+            group.update({key: value for key, value in saved.items() if key != "params"})
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -145,6 +166,22 @@ class PlacedAdamW(torch.optim.Optimizer):
             self._transfer.copy(parameter.detach(), master)
         else:
             self._transfer.copy(parameter.detach(), spent.copy_(master))
+
+
+def _check_same_parameters(
+    here: list[dict[str, Any]], saved: list[dict[str, Any]], states: Mapping[int, Any]
+) -> None:
+    """Saved states have the shapes of the parameters that are here.
+
+    Raises:
+        ConfigError: they have others.
+    """
+    shapes = [[parameter.shape for parameter in group["params"]] for group in here]
+    if shapes != [[states[number]["exp_avg"].shape for number in g["params"]] for g in saved]:
+        raise ConfigError(
+            "the saved optimizer belongs to another model or method; fit the model as it was when "
+            "the optimizer was saved"
+        )
 
 
 def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""All copies between device and host, so that there is one place that can be asynchronous.
+"""The engine's copies between device and host, in one place that can be asynchronous.
 
 On CUDA copies run on a side stream and are ordered by events; on the CPU they are plain copies
 between storages that the ledger counts on different tiers. Knows nothing of what is copied.

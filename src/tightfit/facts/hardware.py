@@ -1,8 +1,8 @@
 """The machine as it is now: cores, RAM, disk, accelerators and who else holds their memory.
 
-Asks the operating system and, where it is installed, NVIDIA's management library (extra
-`[nvidia]`). Without that library no accelerators are listed; the engine asks torch later. Knows
-nothing about torch, models or jobs, and changes nothing on the machine.
+Asks the operating system and NVIDIA's management library. Where that library finds no driver no
+accelerators are listed; `planner/machine.py` then asks torch. Knows nothing about torch, models or
+jobs, and changes nothing on the machine.
 """
 
 from __future__ import annotations

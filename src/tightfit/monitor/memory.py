@@ -2,7 +2,7 @@
 
 With an enforced limit (on a CPU) it counts throughout; else it counts load, the first optimizer
 steps, the first evaluation and the first save, and is off in between, because it costs about 10%
-of a CPU's time. On a card the allocator's own counters go on for nothing.
+of a CPU's time. On a card the allocator's own counters go on for nothing. Knows no plan.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class MemoryWatch:
         limits = {Tier.DEVICE: enforced_bytes} if enforced_bytes and self._enforced else {}
         self.ledger = Ledger(device, limits)
         self._counting = False
-        if enforced_bytes is not None and device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, enforced_bytes / total), device)
+        if device.type == "cuda":
+            _prepare_card(device, enforced_bytes)
 
     def __enter__(self) -> Self:
         self.ledger.__enter__()
@@ -92,3 +91,12 @@ class MemoryWatch:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return self.ledger.peak_bytes(Tier.DEVICE)
+
+
+def _prepare_card(device: torch.device, limit_bytes: int | None) -> None:
+    """Limit the allocator, and forget the peak that measuring the machine's rates made."""
+    torch.cuda.init()  # the counters are not there before
+    torch.cuda.reset_peak_memory_stats(device)
+    if limit_bytes is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)

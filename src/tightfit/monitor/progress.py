@@ -1,6 +1,6 @@
 """The progress bar of a run: loss, rate, norm, speed, device memory against its limit, time left.
 
-Plain lines where the output is not a terminal.
+Plain lines where the output is not a terminal. Knows records, not where they come from.
 """
 
 from __future__ import annotations

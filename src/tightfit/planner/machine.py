@@ -1,25 +1,35 @@
-"""The machine as torch can use it."""
+"""The machine as torch can use it. Knows neither models nor jobs."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from tightfit.facts.hardware import Hardware, detect_hardware
+from tightfit.facts.hardware import Accelerator, DeviceProcess, Hardware, detect_hardware
 
 
 def usable_hardware(folder: Path) -> Hardware:
-    """This machine, without cards that this build of torch cannot use.
+    """This machine with the cards that this build of torch can use.
+
+    A card that NVIDIA's library does not see (another vendor's, or a container without the
+    library) is described by torch.
 
     Args:
         folder: where output goes; its disk is looked at.
     """
     hardware = detect_hardware(folder)
-    if hardware.accelerators and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return replace(hardware, accelerators=())
-    return hardware
+    return hardware if hardware.accelerators else replace(hardware, accelerators=(_first_card(),))
+
+
+def _first_card() -> Accelerator:
+    free, total = torch.cuda.mem_get_info(0)
+    own = DeviceProcess(os.getpid(), "this process", torch.cuda.memory_reserved(0))
+    return Accelerator(0, torch.cuda.get_device_name(0), total, free, (own,))
 
 
 def device_of(hardware: Hardware) -> torch.device:

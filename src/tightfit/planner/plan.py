@@ -60,7 +60,8 @@ class Candidate:
     """Policies that were priced.
 
     Attributes:
-        bill: None where the closed form alone was already over the limit.
+        bill: None where the closed form alone was already over the limit, or where the model
+            does not support the policies.
         verdict: why it was chosen or turned down, with the number that decided.
     """
 

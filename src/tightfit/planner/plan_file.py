@@ -53,8 +53,8 @@ def read_policies(path: Path) -> Policies:
     """The policies of a plan file; the optimizer's numbers are left at their defaults.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or a key or value is wrong.
-        UnsupportedError: the policies do not go together.
+        ConfigError: the file is missing, is not YAML, a key or value is wrong, or the policies do
+            not go together.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from tightfit.facts.workload import Workload
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import ModelCost, predict_step_time
-from tightfit.policies import AdapterPolicy, Policies, Tier
+from tightfit.policies import AdapterPolicy, CheckpointingPolicy, Policies, Tier
 
 
 @dataclass
@@ -74,6 +74,7 @@ class Pricing:
 
     @cached_property
     def _activation_bytes_per_token(self) -> float:
-        peaks = self._plain_run(self.plain.adapter).table.peaks
+        keeping_all = replace(self.plain, checkpointing=CheckpointingPolicy())
+        peaks = self.run(keeping_all).table.peaks
         most = max(kinds[Tier.DEVICE].get(Kind.ACTIVATIONS, 0) for kinds in peaks.values())
         return most / (self.plain.batch.micro_batch_size * self.workload.sequence_length)

@@ -2,8 +2,9 @@
 
 Candidates are ordered by predicted step time, ties by the number of techniques. Each is first
 held against a closed-form lower bound, then priced by a dry run; the first that fits is priced
-again at full depth, so that the plan's bill was really computed. What changes numerics is tried
-only where the job allows it and only when nothing else fits.
+again at full depth, so that the plan's bill was really computed. What the model does not support
+is turned down like what does not fit. What changes numerics is tried only where the job allows it
+and only when nothing else fits.
 """
 
 from __future__ import annotations
@@ -142,10 +143,11 @@ class _Search:
     def _tried(self) -> list[Policies]:
         """What was priced and turned down, and the leanest of those that needed no pricing."""
         priced = [candidate.policies for candidate in self.turned_down if candidate.bill]
-        lora = self.options.lora_if_nothing_fits
-        for adapter in {None, lora}:
-            priced += self.options.leanest(adapter)
-        return priced
+        lean = self.options.leanest()
+        if self.options.lora_if_nothing_fits is not None:
+            lean += self.options.leanest(self.options.lora_if_nothing_fits)
+        priced += [policies for policies in lean if self._refusal(policies) is None]
+        return priced or [self.options.plain()]
 
     def planned(self, path: Path) -> Policies:
         """The policies of a plan file with the job's own optimizer."""
@@ -209,6 +211,10 @@ class _Search:
         """Whether it fits; notes why not."""
         if self._states_alone_exceed(policies):
             return False
+        refusal = self._refusal(policies)
+        if refusal is not None:
+            self._turn_down(policies, None, refusal)
+            return False
         for full_depth in (False, True):
             bill = self.pricing.bill(policies, full_depth=full_depth)
             missing = self.limits.missing_bytes(bill)
@@ -219,6 +225,14 @@ class _Search:
                 )
                 return False
         return True
+
+    def _refusal(self, policies: Policies) -> str | None:
+        """Why the engine cannot do it with this model; None where it can."""
+        try:
+            self.pricing.run(policies)
+        except UnsupportedError as error:
+            return str(error)
+        return None
 
     def _states_alone_exceed(self, policies: Policies) -> bool:
         """Whether no batch could fit with this placement; noted once for all batches."""

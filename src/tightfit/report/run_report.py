@@ -1,4 +1,7 @@
-"""report.json: what a run predicted, what it measured, and how far apart they are."""
+"""report.json: what a run predicted, what it measured, and how far apart they are.
+
+Knows a run by its plan and its records only.
+"""
 
 from __future__ import annotations
 

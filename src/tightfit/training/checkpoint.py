@@ -2,7 +2,8 @@
 
 A checkpoint is made under a temporary name and renamed when it is complete. It holds the model
 in Hugging Face's layout, the tokenizer, `trainer_state.json` and, unless only the model is saved,
-`optimizer.safetensors` with the optimizer's states and the random state. No pickle.
+`optimizer.safetensors` with the optimizer's states and the random state. No pickle. Does not know
+when to save or what data there is.
 """
 
 from __future__ import annotations
@@ -174,21 +175,24 @@ def restore(checkpoint: Path, engine: Engine) -> None:
             _check_same(checkpoint, file, wanted)
             if is_adapter(checkpoint):
                 _restore_adapter(checkpoint, engine.model)
-            for name, tensor in wanted.items():
-                _restore_tensor(name, tensor, file.get_tensor(name))
+            for name in wanted.keys() & set(file.keys()):
+                _restore_tensor(name, wanted[name], file.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     engine.optimizer.refresh_masters()
 
 
 def _check_same(checkpoint: Path, file: Any, wanted: dict[str, torch.Tensor]) -> None:
-    """The file has exactly the states that the engine has.
+    """The file has exactly the states that the engine has; a run may go on on another device.
 
     Raises:
         ConfigError: it has others.
     """
     shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    if shapes != {name: list(tensor.shape) for name, tensor in wanted.items()}:
+    expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
+    for each in (shapes, expected):
+        each.pop(_DEVICE_RANDOM_STATE, None)
+    if shapes != expected:
         raise ConfigError(
             f"{checkpoint} holds the optimizer of another model or method; resume with the "
             "finetuning_type, precision and lora settings that the run had"

@@ -1,7 +1,7 @@
 """Held-out loss and sample answers, with no more memory than the bill says.
 
 The loss is weighted by tokens, so it does not depend on the batch size; answers are greedy, one
-at a time.
+at a time. Does not know when it is asked, or what its numbers decide.
 """
 
 from __future__ import annotations

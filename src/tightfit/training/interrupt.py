@@ -1,4 +1,7 @@
-"""Stopping a run with Ctrl-C or SIGTERM: the first asks, the second ends it at once."""
+"""Stopping a run with Ctrl-C or SIGTERM: the first asks, the second ends it at once.
+
+Does not know what is stopped; whoever asks for `raised` does.
+"""
 
 from __future__ import annotations
 

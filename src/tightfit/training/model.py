@@ -1,6 +1,7 @@
 """Loads a causal language model onto its device, in the type it trains in.
 
 A checkpoint stored in another type is converted while it is read. Remote code is never run.
+Does not know plans or data.
 """
 
 from __future__ import annotations

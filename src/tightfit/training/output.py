@@ -1,6 +1,7 @@
 """The folder of a run: who may write there, and what a run writes.
 
-Nothing that is there is overwritten unless the job says so, and then only what a run wrote.
+Nothing that is there is overwritten unless the job says so, and then only what a run wrote. Knows
+names, not what is in the files.
 """
 
 from __future__ import annotations

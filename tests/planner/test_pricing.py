@@ -1,0 +1,31 @@
+"""A technique costs the same whether the job asks for it or the planner chooses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from transformers import PretrainedConfig
+
+from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload
+from tightfit.planner.options import options_of
+from tightfit.planner.pricing import Pricing
+from tightfit.planner.rates import Rates
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"gradient_checkpointing": "true"}, {"offload_optimizer": "cpu"}],
+    ids=["checkpointing", "host"],
+)
+def test_what_is_asked_for_takes_as_long_as_what_is_chosen(
+    pricing: Pricing,
+    config: PretrainedConfig,
+    workload: Workload,
+    rates: Rates,
+    job: Callable[..., Job],
+    asked: dict[str, str],
+) -> None:
+    fixed = options_of(job(**asked), precision="fp32", chunked_loss=True).plain()
+    assert Pricing(fixed, config, workload, rates).step_time(fixed) == pricing.step_time(fixed)
