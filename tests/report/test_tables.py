@@ -52,7 +52,8 @@ def test_kinds_by_tiers_and_phases_by_tiers() -> None:
         (Limits(), "needs 5.0 MiB, no device limit: fits"),
         (Limits(device_bytes=5 * MIB), "needs 5.0 MiB, device limit 5.0 MiB: fits"),
         (Limits(device_bytes=4 * MIB), "needs 5.0 MiB, device limit 4.0 MiB: 1.0 MiB missing"),
-        (Limits(shared_bytes=7 * MIB), "needs 5.0 MiB, no device limit: 2.0 MiB missing"),
+        (Limits(host_bytes=3 * MIB), "needs 4.0 MiB, host limit 3.0 MiB: 1.0 MiB missing"),
+        (Limits(shared_bytes=7 * MIB), "needs 9.0 MiB, RAM limit 7.0 MiB: 2.0 MiB missing"),
     ],
 )
 def test_the_shortage(limits: Limits, said: str) -> None:

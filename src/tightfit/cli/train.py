@@ -16,7 +16,7 @@ from tightfit.planner.plan import Plan
 from tightfit.report.run_report import RunReport
 from tightfit.report.tables import show_comparison
 from tightfit.training.loop import Schedule
-from tightfit.training.output import PLAN, REPORT
+from tightfit.training.output import REPORT
 from tightfit.training.preview import SamplePreview
 from tightfit.training.run import PreparedRun, RunResult, enforced_bytes, make_plan, prepare, train
 from tightfit.units import format_bytes, format_seconds
@@ -63,8 +63,8 @@ def _train(console: Console, prepared: PreparedRun, plan: Plan) -> RunResult:
         limit = enforced_bytes(prepared.job, plan)
         said = "" if limit is None else f" (limit {format_bytes(limit)})"
         raise TrainingError(
-            f"out of memory although the bill fitted{said}: {error}. What the run predicted is in "
-            f"{prepared.output_dir / PLAN}; lower memory_limit to leave more room"
+            f"out of memory although the bill fitted{said}: {error}. Lower memory_limit to leave "
+            "more room, and report the case: a bill must never be low"
         ) from error
 
 

@@ -26,13 +26,31 @@ class Limits:
 
     def missing_bytes(self, bill: MemoryTable) -> int:
         """How far `bill` is over the limits; zero or less if it fits."""
+        tightest = self.tightest(bill)
+        return 0 if tightest is None else tightest.need_bytes - tightest.limit_bytes
+
+    def tightest(self, bill: MemoryTable) -> LimitUse | None:
+        """The limit that `bill` is furthest over, or nearest to; None without limits."""
         device, host = bill.peak_bytes(Tier.DEVICE), bill.peak_bytes(Tier.HOST)
-        pairs = (
-            (device, self.device_bytes),
-            (host + bill.peak_bytes(Tier.PINNED), self.host_bytes),
-            (device + host, self.shared_bytes),
-        )
-        return max((need - limit for need, limit in pairs if limit is not None), default=0)
+        uses = [
+            LimitUse(name, need, limit)
+            for name, need, limit in (
+                ("device", device, self.device_bytes),
+                ("host", host + bill.peak_bytes(Tier.PINNED), self.host_bytes),
+                ("RAM", device + host, self.shared_bytes),
+            )
+            if limit is not None
+        ]
+        return max(uses, key=lambda use: use.need_bytes - use.limit_bytes, default=None)
+
+
+@dataclass(frozen=True)
+class LimitUse:
+    """What a bill takes of one limit: `device`, `host`, or `RAM` where they share it."""
+
+    name: str
+    need_bytes: int
+    limit_bytes: int
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,17 @@ def _phases_table(bill: MemoryTable) -> Table:
 
 
 def _shortage(bill: MemoryTable, limits: Limits) -> Text:
-    limit = limits.device_bytes
-    need = bill.peak_bytes(Tier.DEVICE)
-    missing = limits.missing_bytes(bill)
-    said = "no device limit" if limit is None else f"device limit {format_bytes(limit)}"
-    if missing > 0:
+    tightest, missing = limits.tightest(bill), limits.missing_bytes(bill)
+    if tightest is not None and missing > 0:
         return Text(
-            f"needs {format_bytes(need)}, {said}: {format_bytes(missing)} missing", style="red"
+            f"needs {format_bytes(tightest.need_bytes)}, {tightest.name} limit "
+            f"{format_bytes(tightest.limit_bytes)}: {format_bytes(missing)} missing",
+            style="red",
         )
-    return Text(f"needs {format_bytes(need)}, {said}: fits", style="green")
+    limit = limits.device_bytes
+    said = "no device limit" if limit is None else f"device limit {format_bytes(limit)}"
+    need = format_bytes(bill.peak_bytes(Tier.DEVICE))
+    return Text(f"needs {need}, {said}: fits", style="green")
 
 
 def show_plan(console: Console, plan: Plan) -> None:
