@@ -186,7 +186,7 @@ def test_tables_of_names_agree() -> None:
         ({"max_steps": True}, "--max_steps: true is not accepted; it must be a whole number"),
         ({"cutoff_len": 1.5}, "1.5 is not accepted; it must be a whole number above 0"),
         ({"lora_dropout": 1}, "it must be a number of at least 0 and below 1"),
-        ({"train_batch_size": "many"}, "it must be a whole number above 0 or auto"),
+        ({"train_batch_size": "many"}, "it must be a whole number from 1 to 65536 or auto"),
         ({"overlong": "ignore"}, "it must be drop | truncate | error"),
         ({"resume": "perhaps"}, "it must be true | false"),
         ({"allow": "lora,anything"}, "it must be a comma-separated list of: lora"),

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ def test_a_tight_limit_changes_the_plan_and_shows_the_shortage(
 
 
 def test_a_plan_can_be_edited_and_passed_back(job_file: JobFile, tmp_path: Path) -> None:
-    path = job_file(learning_rate=1e-3)
+    path = job_file(learning_rate=1e-3, gradient_checkpointing=...)
     assert main(["train", path]) == 0
     plan = tmp_path / "edited.yaml"
     text = (tmp_path / "run" / "plan.yaml").read_text()
@@ -191,9 +190,7 @@ def test_a_bad_job(
 def refused(argv: list[str], said: list[str], folder: Path, capsys: Captured, code: int = 2) -> str:
     """Run the command; it must fail with `code`, say all of `said` and change no file."""
     before = snapshot(folder)
-    start = time.monotonic()
     assert main(argv) == code
-    assert time.monotonic() - start < 20, "a mistake is found at once"
     message = capsys.readouterr().err
     for words in said:
         assert words in message, message
@@ -351,7 +348,7 @@ def test_memory_that_runs_out_is_told_not_traced(
     assert main(["train", job_file(memory_limit="64MiB")]) == 1
     message = capsys.readouterr().err
     assert "error: out of memory although the bill fitted" in message
-    assert "plan.yaml" in message
+    assert "report the case" in message
     assert "memory_limit" in message
     assert "Traceback" not in message
 
@@ -399,3 +396,30 @@ def test_the_exit_code_reaches_the_shell(job_file: JobFile) -> None:
     assert process.returncode == 2
     assert out == ""
     assert errors.startswith("error: ")
+
+
+def test_a_finished_run_is_left_as_it_is(
+    job_file: JobFile, tmp_path: Path, capsys: Captured
+) -> None:
+    path = job_file(max_steps=2)
+    assert main(["train", path]) == 0
+    before = snapshot(tmp_path)
+    capsys.readouterr()
+    assert main(["train", path, "--resume"]) == 0
+    assert "finished at step 2" in capsys.readouterr().out
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--seed", "-1"], "from 0 to 4294967295"),
+        (["--cutoff_len", "9" * 23], "at most 16777216"),
+        (["--train_batch_size", "100000000000"], "from 1 to 65536"),
+        (["--memory_limit", "8"], "write a unit"),
+    ],
+)
+def test_numbers_that_nobody_means(
+    job_file: JobFile, tmp_path: Path, capsys: Captured, flags: list[str], said: str
+) -> None:
+    refused(["train", job_file(), *flags], [flags[0], said], tmp_path, capsys)

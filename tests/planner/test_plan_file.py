@@ -118,8 +118,31 @@ def test_a_mistake_is_named(path: Path, change: Edit, said: str) -> None:
 
 
 def test_the_batch_of_the_job_stays(path: Path, plan: Planner) -> None:
-    with pytest.raises(ConfigError, match=r"1 x 2 makes 2 sequences.*train_batch_size is 6"):
+    with pytest.raises(ConfigError, match=r"micro-batch 1 x 2.*train_batch_size: 6"):
         plan(plan=str(path), train_batch_size=6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "said"),
+    [
+        ({"gradient_checkpointing": "false"}, None, "gradient_checkpointing: false"),
+        ({"loss": "full"}, None, "loss: full"),
+        ({"offload_optimizer": "none"}, None, "offload_optimizer: none"),
+        ({"precision": "bf16"}, None, "precision: bf16"),
+        ({"per_device_train_batch_size": 2}, None, "per_device_train_batch_size: 2"),
+        ({"finetuning_type": "lora"}, None, "finetuning_type: lora"),
+        ({}, {"rank": 4}, r"allow: \[lora\]"),
+        ({"finetuning_type": "lora", "lora_rank": 8}, {"rank": 4}, "lora_rank: 8"),
+    ],
+)
+def test_keys_that_contradict_the_plan_are_named(
+    path: Path, plan: Planner, keys: dict[str, Any], change: dict[str, Any] | None, said: str
+) -> None:
+    """A flag typed beside a plan is never dropped in silence."""
+    if change is not None:
+        edit(path, lambda policies: policies.update(adapter=change))
+    with pytest.raises(ConfigError, match=rf"contradicts the job's .*{said}"):
+        plan(plan=str(path), **keys)
 
 
 @pytest.mark.parametrize(

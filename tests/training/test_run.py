@@ -254,6 +254,16 @@ def test_a_resumed_run_keeps_its_plan(run_job: RunJob, job: MakeJob, tight: Keys
         make_plan(prepare(job(resume=True, memory_limit=str(smaller // 2))))
 
 
+def test_a_longer_run_goes_on_with_the_rates_of_its_length(run_job: RunJob, tmp_path: Path) -> None:
+    """Not with the zero at which the shorter schedule ended."""
+    run_job(max_steps=4)
+    longer = run_job(max_steps=8, resume=True)
+    whole = run_job(max_steps=8, output_dir=str(tmp_path / "whole"))
+    rates = [[record.learning_rate for record in run.result.records] for run in (longer, whole)]
+    assert rates[0] == rates[1][4:]
+    assert min(rates[0]) > 0
+
+
 def test_a_finished_run_has_nothing_left_to_do(run_job: RunJob) -> None:
     first = run_job(val_size=2)
     again = run_job(val_size=2, resume=True)

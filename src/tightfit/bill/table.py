@@ -23,6 +23,7 @@ class Phase(StrEnum):
     STEP = "step"
     EVAL = "eval"
     SAVE = "save"
+    RESUME = "resume"
 
 
 class Kind(StrEnum):

@@ -173,6 +173,8 @@ def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"a comma-separated list of: {' or '.join(_alternatives(schema['items']))}"
     else:
         bounds = [text.format(schema[bound]) for bound, text in _BOUNDS.items() if bound in schema]
+        if "minimum" in schema and "maximum" in schema:
+            bounds = [f"from {schema['minimum']} to {schema['maximum']}"]
         yield " ".join([_TYPES[schema["type"]], " and ".join(bounds)]).strip()
 
 

@@ -48,7 +48,8 @@ def planned_workload(job: Job) -> Workload:
 
 
 def show_plan_with_bills(console: Console, plan: Plan) -> None:
-    """The two bills with the plan between them."""
+    """The two bills with the plan between them; one where plain training is the plan."""
     show_bill(console, "Bill of plain training", plan.plain, plan.limits)
     show_plan(console, plan)
-    show_bill(console, "Bill of the plan", plan.bill, plan.limits)
+    if plan.bill != plan.plain:
+        show_bill(console, "Bill of the plan", plan.bill, plan.limits)

@@ -15,7 +15,6 @@ from tightfit.monitor.progress import RunProgress
 from tightfit.planner.plan import Plan
 from tightfit.report.run_report import RunReport
 from tightfit.report.tables import show_comparison
-from tightfit.training.loop import Schedule
 from tightfit.training.output import REPORT
 from tightfit.training.preview import SamplePreview
 from tightfit.training.run import PreparedRun, RunResult, enforced_bytes, make_plan, prepare, train
@@ -27,6 +26,13 @@ def run(job: Job) -> int:
     quiet_libraries()
     console = Console(soft_wrap=False)
     prepared = prepare(job)
+    if prepared.steps_done >= prepared.total_steps:
+        said = (
+            f"nothing to do: the run in {prepared.output_dir} is finished at step "
+            f"{prepared.steps_done}; raise max_steps or num_train_epochs to go on"
+        )
+        console.print(Text(said), soft_wrap=True)
+        return 0
     _show_facts(console, prepared)
     plan = make_plan(prepared)
     show_plan_with_bills(console, plan)
@@ -43,6 +49,9 @@ def _show_facts(console: Console, prepared: PreparedRun) -> None:
         console.print(Text(line), soft_wrap=True)
     for line in prepared.data.report.lines():
         console.print(Text(line), soft_wrap=True)
+    if prepared.resume_from is not None:
+        said = f"resuming from {prepared.resume_from}: {prepared.steps_done} steps are done"
+        console.print(Text(said), soft_wrap=True)
     if prepared.job.preview:
         samples = prepared.data.train[: prepared.job.preview]
         console.print(SamplePreview(samples, prepared.tokenizer))
@@ -55,9 +64,8 @@ def _warn_of_slow_precision(console: Console, prepared: PreparedRun, plan: Plan)
 
 
 def _train(console: Console, prepared: PreparedRun, plan: Plan) -> RunResult:
-    total = Schedule.of(prepared.job, len(prepared.data.train)).total_steps
     try:
-        with RunProgress(console, total, plan.limits.device_bytes) as progress:
+        with RunProgress(console, prepared.total_steps, plan.limits.device_bytes) as progress:
             return train(prepared, plan, [progress])
     except torch.OutOfMemoryError as error:
         limit = enforced_bytes(prepared.job, plan)

@@ -22,9 +22,12 @@ from pydantic import (
     model_validator,
 )
 
-from tightfit.units import parse_bytes
+from tightfit.units import KIB, parse_bytes
 
 Auto = Literal["auto"]
+# Beyond what anybody trains with; above, arithmetic takes minutes or overflows.
+_MOST_TOKENS = 2**24
+BatchSize = Annotated[int, Field(ge=1, le=2**16)]
 
 
 def _bool_to_word(value: Any) -> Any:
@@ -33,13 +36,13 @@ def _bool_to_word(value: Any) -> Any:
 
 
 def _none_to_word(value: Any) -> Any:
-    """YAML reads `null` as None; both it and the word `none` mean no value."""
-    return "none" if value is None else value
+    """YAML reads `null` as None and `no` as False; they and the word `none` mean no value."""
+    return "none" if value is None or value is False else value
 
 
 def _size(value: str) -> str:
-    if value not in ("auto", "none"):
-        parse_bytes(value)
+    if value not in ("auto", "none") and parse_bytes(value) < KIB:
+        raise ValueError(f"{value} is less than 1 KiB; write a unit, like 8GiB")
     return value
 
 
@@ -78,7 +81,9 @@ class Job(BaseModel):
     val_size: NonNegativeFloat = Field(
         0.0, description="Held-out rows: a share below 1, or a number of rows."
     )
-    cutoff_len: PositiveInt = Field(2048, description="Longest sequence, in tokens.")
+    cutoff_len: PositiveInt = Field(
+        2048, le=_MOST_TOKENS, description="Longest sequence, in tokens."
+    )
     overlong: Literal["drop", "truncate", "error"] = Field(
         "truncate", description="What happens to a sample longer than `cutoff_len`."
     )
@@ -88,21 +93,23 @@ class Job(BaseModel):
     sample_prompt: str | None = Field(
         None, description="A question the model answers before and after training."
     )
-    max_new_tokens: PositiveInt = Field(32, description="Longest answer to `sample_prompt`.")
+    max_new_tokens: PositiveInt = Field(
+        32, le=_MOST_TOKENS, description="Longest answer to `sample_prompt`."
+    )
 
     # Batch and schedule
-    train_batch_size: PositiveInt | Auto = Field(
+    train_batch_size: BatchSize | Auto = Field(
         "auto",
         description="Global batch: sequences per optimizer step "
         "(= per_device_train_batch_size x gradient_accumulation_steps x ranks).",
     )
-    per_device_train_batch_size: PositiveInt | Auto = Field(
+    per_device_train_batch_size: BatchSize | Auto = Field(
         "auto", description="Micro-batch: sequences per forward and backward."
     )
-    gradient_accumulation_steps: PositiveInt | Auto = Field(
+    gradient_accumulation_steps: BatchSize | Auto = Field(
         "auto", description="Micro-batches per optimizer step."
     )
-    per_device_eval_batch_size: PositiveInt = Field(1, description="Sequences per evaluation.")
+    per_device_eval_batch_size: BatchSize = Field(1, description="Sequences per evaluation.")
     num_train_epochs: PositiveFloat = Field(3.0, description="Passes over the data.")
     max_steps: int = Field(-1, ge=-1, description="Optimizer steps; -1: as many as the epochs.")
     learning_rate: PositiveFloat = Field(5e-5, description="Highest learning rate.")
@@ -120,7 +127,7 @@ class Job(BaseModel):
     max_grad_norm: NonNegativeFloat = Field(
         1.0, description="Clip the exact global gradient norm to this; 0 does not clip."
     )
-    seed: int = Field(42, description="Seed of data order, split and dropout.")
+    seed: int = Field(42, ge=0, le=2**32 - 1, description="Seed of data order, split and dropout.")
 
     # Memory
     memory_limit: ByteSize = Field(
@@ -129,7 +136,10 @@ class Job(BaseModel):
         "`none`: no limit.",
     )
     host_memory_limit: ByteSize = Field(
-        "auto", description="Most bytes on the host tier; `auto`: the RAM that is available."
+        "auto",
+        description="Most bytes on the host tier; `auto`: the RAM that is available, which on a "
+        "CPU device and host share. A size describes another machine: --memory_limit 24GB "
+        "--host_memory_limit 64GB.",
     )
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="Type of parameters and computation."

@@ -58,7 +58,7 @@ def nothing_fits(
         f"nothing fits: the smallest plan ({describe_policies(policies)}) needs "
         f"{format_bytes(bill.peak_bytes(Tier.DEVICE))} on the device and "
         f"{format_bytes(bill.peak_bytes(Tier.HOST))} on the host, {format_bytes(missing)} more "
-        "than the limit.",
+        f"than the limit ({limits.tightest(bill)}).",
         *(f"  would fit: {line}" for line in _would_fit(policies, lora, pricing, limits)),
     ]
     return DoesNotFitError("\n".join(lines), missing)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
+from tightfit.planner.plan import describe_policies
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
@@ -106,6 +107,41 @@ def options_of(job: Job, *, precision: str, chunked_loss: bool) -> Options:
             adapter if "lora" in job.allow and job.finetuning_type == "full" else None
         ),
     )
+
+
+def check_agrees(policies: Policies, options: Options, job: Job) -> None:
+    """See that a plan file's policies are among the choices that the job leaves open.
+
+    Raises:
+        ConfigError: a key of the job says something else.
+    """
+    fixed = options.fixed
+    open_losses = {loss.kind for loss in options.losses}
+    agreement = {
+        "train_batch_size": policies.batch.global_batch_size == job.global_batch_size,
+        "per_device_train_batch_size": policies.batch in options.batches,
+        "loss": policies.loss.kind in open_losses,
+        "gradient_checkpointing": policies.checkpointing in options.checkpointing,
+        "offload_optimizer": policies.placement in options.placements,
+        "precision": job.precision in ("auto", policies.precision.parameters),
+        "finetuning_type": fixed.adapter is None or policies.adapter is not None,
+        "missing allow: [lora]": policies.adapter is None
+        or job.finetuning_type == "lora"
+        or "lora" in job.allow,
+        "lora_rank": policies.adapter is None
+        or "lora_rank" not in job.model_fields_set
+        or policies.adapter.rank == job.lora_rank,
+    }
+    contradicted = [
+        f"{key}: {getattr(job, key)}" if key in Job.model_fields else key
+        for key, agrees in agreement.items()
+        if not agrees
+    ]
+    if contradicted:
+        raise ConfigError(
+            f"the plan ({describe_policies(policies)}) contradicts the job's "
+            f"{', '.join(contradicted)}; change the one or the other"
+        )
 
 
 def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:

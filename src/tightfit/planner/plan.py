@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tightfit.bill.table import MemoryTable
 from tightfit.policies import LossKind, Policies, Tier
+from tightfit.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class LimitUse:
     name: str
     need_bytes: int
     limit_bytes: int
+
+    def __str__(self) -> str:
+        need, limit = format_bytes(self.need_bytes), format_bytes(self.limit_bytes)
+        return f"needs {need}, {self.name} limit {limit}"
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from transformers import PretrainedConfig
 from tightfit.bill.table import MemoryTable
 from tightfit.dry_run import DTYPES
 from tightfit.engine.loss import supports_chunked_loss
-from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
+from tightfit.errors import DoesNotFitError, UnsupportedError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
 from tightfit.planner.explain import nothing_fits, reasons_for
-from tightfit.planner.options import Options, options_of
+from tightfit.planner.options import Options, check_agrees, options_of
 from tightfit.planner.plan import Candidate, Limits, Plan, count_techniques
 from tightfit.planner.plan_file import read_policies
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates, measure_rates
-from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies, Tier
+from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies
 from tightfit.units import format_bytes, format_seconds, parse_bytes
 
 
@@ -52,9 +52,7 @@ def plan_job(
     """
     search = _prepare(job, config, workload, hardware, rates)
     if job.plan is not None:
-        policies = search.planned(Path(job.plan))
-        search.check_batch(policies, job)
-        return search.require_fit(search.plan_of(policies))
+        return search.require_fit(search.plan_of(search.planned(job, Path(job.plan))))
     return search.best()
 
 
@@ -67,7 +65,9 @@ def estimate_job(
 ) -> Plan:
     """The bill of the job as it is typed, whether it fits or not: `auto` means no technique."""
     search = _prepare(job, config, workload, hardware, rates)
-    policies = search.options.plain() if job.plan is None else search.planned(Path(job.plan))
+    policies = search.options.plain()
+    if job.plan is not None:
+        policies = search.planned(job, Path(job.plan))
     return search.plan_of(policies, verify=False)
 
 
@@ -102,13 +102,17 @@ def default_precision(hardware: Hardware) -> str:
 
 
 def limits_of(job: Job, hardware: Hardware) -> Limits:
-    """The limits of a job on a machine; on a CPU device and host share the RAM."""
-    on_cpu = hardware.device_kind == "cpu"
+    """The limits of a job on a machine.
+
+    On a CPU device and host share the RAM, unless the job says what the host has: then it may
+    describe another machine.
+    """
     host = _limit(job.host_memory_limit, hardware.ram_available_bytes)
+    shares = hardware.device_kind == "cpu" and job.host_memory_limit == "auto"
     return Limits(
         device_bytes=_limit(job.memory_limit, hardware.device_total_bytes),
         host_bytes=host,
-        shared_bytes=host if on_cpu else None,
+        shared_bytes=host if shares else None,
     )
 
 
@@ -149,9 +153,15 @@ class _Search:
         priced += [policies for policies in lean if self._refusal(policies) is None]
         return priced or [self.options.plain()]
 
-    def planned(self, path: Path) -> Policies:
-        """The policies of a plan file with the job's own optimizer."""
-        return replace(read_policies(path), optimizer=self.options.fixed.optimizer)
+    def planned(self, job: Job, path: Path) -> Policies:
+        """The policies of a plan file with the job's own optimizer.
+
+        Raises:
+            ConfigError: the file is wrong, or contradicts the job.
+        """
+        policies = read_policies(path)
+        check_agrees(policies, self.options, job)
+        return replace(policies, optimizer=self.options.fixed.optimizer)
 
     def require_fit(self, plan: Plan) -> Plan:
         """`plan`, if it fits.
@@ -162,27 +172,12 @@ class _Search:
         missing = self.limits.missing_bytes(plan.bill)
         if missing > 0:
             raise DoesNotFitError(
-                f"this plan needs {format_bytes(plan.bill.peak_bytes(Tier.DEVICE))} on the device "
-                f"and {format_bytes(plan.bill.peak_bytes(Tier.HOST))} on the host: "
-                f"{format_bytes(missing)} more than the limit. Let tightfit plan (leave out "
-                "--plan), or raise memory_limit",
+                f"this plan {self.limits.tightest(plan.bill)}: {format_bytes(missing)} more than "
+                "the limit. Let tightfit plan (leave out --plan), or raise memory_limit "
+                "(host_memory_limit where the host is short)",
                 missing,
             )
         return plan
-
-    def check_batch(self, policies: Policies, job: Job) -> None:
-        """A plan splits the job's global batch; it must not change it.
-
-        Raises:
-            ConfigError: it does.
-        """
-        planned, wanted = policies.batch.global_batch_size, job.global_batch_size
-        if planned != wanted:
-            raise ConfigError(
-                f"the plan's batch {policies.batch.micro_batch_size} x "
-                f"{policies.batch.accumulation_steps} makes {planned} sequences per step, "
-                f"but the job's train_batch_size is {wanted}"
-            )
 
     def plan_of(self, policies: Policies, *, verify: bool = True) -> Plan:
         """The plan with exactly these policies."""
@@ -219,10 +214,8 @@ class _Search:
             bill = self.pricing.bill(policies, full_depth=full_depth)
             missing = self.limits.missing_bytes(bill)
             if missing > 0:
-                peak = format_bytes(bill.peak_bytes(Tier.DEVICE))
-                self._turn_down(
-                    policies, bill, f"needs {peak} on the device, {format_bytes(missing)} too much"
-                )
+                said = f"{self.limits.tightest(bill)}: {format_bytes(missing)} too much"
+                self._turn_down(policies, bill, said)
                 return False
         return True
 

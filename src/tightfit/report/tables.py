@@ -51,11 +51,7 @@ def _phases_table(bill: MemoryTable) -> Table:
 def _shortage(bill: MemoryTable, limits: Limits) -> Text:
     tightest, missing = limits.tightest(bill), limits.missing_bytes(bill)
     if tightest is not None and missing > 0:
-        return Text(
-            f"needs {format_bytes(tightest.need_bytes)}, {tightest.name} limit "
-            f"{format_bytes(tightest.limit_bytes)}: {format_bytes(missing)} missing",
-            style="red",
-        )
+        return Text(f"{tightest}: {format_bytes(missing)} missing", style="red")
     limit = limits.device_bytes
     said = "no device limit" if limit is None else f"device limit {format_bytes(limit)}"
     need = format_bytes(bill.peak_bytes(Tier.DEVICE))

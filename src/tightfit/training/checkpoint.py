@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ class Progress:
         epoch: whole epochs done.
         steps_in_epoch: optimizer steps done of the epoch that has begun.
         global_batch_size, train_samples, seed: what the order of the data depends on.
-        scheduler: the scheduler's state.
     """
 
     step: int
@@ -56,7 +55,6 @@ class Progress:
     global_batch_size: int
     train_samples: int
     seed: int
-    scheduler: dict[str, Any] = field(default_factory=dict)
 
     def check(self, job: Job, train_samples: int) -> None:
         """See that `job` goes through the data as the run did.
@@ -167,6 +165,7 @@ def restore(checkpoint: Path, engine: Engine) -> None:
     Raises:
         ConfigError: the checkpoint is of another model.
     """
+    ledger.set_phase(Phase.RESUME)
     wanted = dict(_optimizer_tensors(engine))
     # What is read lies on the host until it is copied, one tensor at a time.
     on_host = ledger.labelled(Kind.BUFFERS, Tier.HOST)

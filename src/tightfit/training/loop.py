@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -117,7 +117,7 @@ class TrainingLoop:
             Interrupted: the user stopped it; a checkpoint was saved.
         """
         if start is not None:
-            _restore_scheduler(self._scheduler, start.scheduler)
+            _fast_forward(self._scheduler, start.step)
         else:
             self.evaluate(step=0)
         with InterruptFlag() as interrupt:
@@ -232,7 +232,7 @@ class TrainingLoop:
                 self._output_dir,
                 self.engine,
                 self._tokenizer,
-                replace(progress, scheduler=self._scheduler.state_dict()),
+                progress,
                 with_optimizer=not self._job.save_only_model,
             )
         prune_checkpoints(self._output_dir, self._job.save_total_limit)
@@ -281,9 +281,18 @@ def _scheduler(job: Job, optimizer: torch.optim.Optimizer, total_steps: int) -> 
     return scheduler
 
 
-def _restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Go on where `state` was saved; torch restores the counters, not the optimizer's rates."""
-    scheduler.load_state_dict(state)
-    rates = scheduler.get_last_lr()
+def _fast_forward(scheduler: LRScheduler, step: int) -> None:
+    """Go on after `step` with the rates that the job's schedule, as long as it is now, has there.
+
+    A schedule is a function of the step, so nothing else has to be saved, and a run that is made
+    longer goes on where the longer schedule would be.
+    """
+    assert isinstance(scheduler, LambdaLR)
+    scheduler.last_epoch = step
+    rates = [
+        base * factor(step)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    scheduler._last_lr = rates

@@ -58,6 +58,8 @@ def read_rows(file: str | Path) -> list[Row]:
     path = Path(file)
     name = str(file)
     readers = {".jsonl": _json_lines, ".json": _json_list}
+    if path.is_dir():
+        raise DataError(f"{name} is a folder; name a .jsonl or .json file in it")
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise DataError(

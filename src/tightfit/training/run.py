@@ -50,6 +50,8 @@ class PreparedRun:
     hardware: Hardware
     output_dir: Path
     resume_from: Path | None
+    steps_done: int
+    total_steps: int
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,13 @@ def prepare(job: Job) -> PreparedRun:
     check_weights(Path(job.model_name_or_path).expanduser())
     tokenizer = load_tokenizer(job.model_name_or_path)
     data = prepare_data(job, tokenizer)
-    check_scheduler(job, Schedule.of(job, len(data.train)).total_steps)
+    total_steps = Schedule.of(job, len(data.train)).total_steps
+    check_scheduler(job, total_steps)
+    steps_done = 0
     if resume_from is not None:
-        read_progress(resume_from).check(job, len(data.train))
+        progress = read_progress(resume_from)
+        progress.check(job, len(data.train))
+        steps_done = progress.step
     return PreparedRun(
         job=job,
         spec=spec,
@@ -98,6 +104,8 @@ def prepare(job: Job) -> PreparedRun:
         hardware=usable_hardware(output_dir),
         output_dir=output_dir,
         resume_from=resume_from,
+        steps_done=steps_done,
+        total_steps=total_steps,
     )
 
 
