@@ -309,6 +309,11 @@ def _when_gradient_arrives(tensor: torch.Tensor, counting: Ledger, name: str) ->
 class _ReadsAreOne(TorchDispatchMode):
     """Where a program reads a value of a fake tensor it gets one: finite, true, positive."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See `Ledger`."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -178,6 +178,11 @@ class Ledger(TorchDispatchMode):
 
     # Counting
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's guard against compiling a mode costs as much as the counting; none is compiled."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -14,8 +14,8 @@ import torch
 from torch.optim.adamw import adamw
 
 _MATMUL_SIDE = 768  # the width of a small model's layers, where a CPU's rate is at its plateau
-_BUFFER_BYTES = 64 * 2**20  # larger than a last-level cache share, so that memory is measured
-_SECONDS_PER_PROBE = 0.03
+_BUFFER_BYTES = 32 * 2**20  # larger than a last-level cache share, so that memory is measured
+_SECONDS_PER_PROBE = 0.02
 
 
 @dataclass(frozen=True)
