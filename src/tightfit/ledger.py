@@ -180,7 +180,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's guard against compiling a mode costs as much as the counting; none is compiled."""
+        """torch's guard against compiling modes costs as much as counting; nothing compiles this."""
         return False
 
     def __torch_dispatch__(
