@@ -180,7 +180,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's guard against compiling modes costs as much as counting; nothing compiles this."""
+        """torch's guard against compiling modes is dear, and nothing compiles this one."""
         return False
 
     def __torch_dispatch__(
