@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+# Slow machines are no failures. Continuous integration draws the same examples every time; by hand
+# each run looks for new ones.
+settings.register_profile("tightfit", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("tightfit")
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
