@@ -75,8 +75,7 @@ def answer(
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`, booked as buffers."""
-    with ledger.labelled(Kind.BUFFERS):
-        moved = Batch(batch.input_ids.to(device), batch.labels.to(device))
+    moved = Batch(batch.input_ids.to(device), batch.labels.to(device))
     for tensor in (moved.input_ids, moved.labels):
         ledger.mark(tensor, Kind.BUFFERS)
     return moved
