@@ -6,17 +6,44 @@ import pytest
 
 from tightfit.errors import UnsupportedError
 from tightfit.policies import (
+    AdapterPolicy,
     BatchPolicy,
     LossPolicy,
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
+    QuantisationPolicy,
+    ShardingPolicy,
     Tier,
 )
 
 
-def test_global_batch_is_micro_batch_times_accumulation() -> None:
-    assert BatchPolicy(3, 4).global_batch_size == 12
+def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel_ranks() -> None:
+    assert BatchPolicy(3, 4).sequences_per_rank == 12
+    sharding = ShardingPolicy(ranks=16, tensor_parallel=2, pipeline_parallel=2)
+    assert sharding.data_parallel == 4
+    assert Policies(batch=BatchPolicy(3, 4), sharding=sharding).global_batch_size == 48
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        (ShardingPolicy(ranks=0), "start at 1"),
+        (ShardingPolicy(zero_stage=4), "zero_stage is 0, 1, 2 or 3"),
+        (ShardingPolicy(ranks=6, tensor_parallel=4), "take a multiple of 4"),
+    ],
+)
+def test_ranks_that_cannot_be_shared_out_are_refused(
+    sharding: ShardingPolicy, message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        Policies(sharding=sharding)
+
+
+def test_a_quantised_base_needs_adapters() -> None:
+    with pytest.raises(UnsupportedError, match="add adapters"):
+        Policies(quantisation=QuantisationPolicy())
+    Policies(quantisation=QuantisationPolicy(), adapter=AdapterPolicy())
 
 
 def test_parameter_bytes() -> None:
@@ -31,9 +58,12 @@ def test_policies_are_frozen_and_hashable() -> None:
     assert len({policies, Policies(), Policies(batch=BatchPolicy(2, 1))}) == 2
 
 
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-def test_gradients_and_states_together_are_accepted(tier: Tier) -> None:
-    Policies(placement=PlacementPolicy(tier, tier))
+@pytest.mark.parametrize(
+    ("gradients", "states"),
+    [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.HOST), (Tier.HOST, Tier.NVME)],
+)
+def test_gradients_go_where_the_update_runs(gradients: Tier, states: Tier) -> None:
+    Policies(placement=PlacementPolicy(gradients, states))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +72,6 @@ def test_gradients_and_states_together_are_accepted(tier: Tier) -> None:
         (Tier.DEVICE, Tier.HOST, "gradients on device with optimizer states on host"),
         (Tier.HOST, Tier.DEVICE, "gradients on host with optimizer states on device"),
         (Tier.NVME, Tier.NVME, "gradients can be placed on device or host, not on nvme"),
-        (Tier.HOST, Tier.NVME, "optimizer_states can be placed on device or host, not on nvme"),
         (Tier.PINNED, Tier.HOST, "gradients can be placed on device or host, not on pinned"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.bill.table import Difference, Kind, MemoryTable, Phase, compare
+from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
 from tightfit.policies import Tier
 
 TABLE = MemoryTable(
@@ -82,20 +82,37 @@ def test_margin_leaves_the_table_as_it_was() -> None:
     assert TABLE.to_json() == before
 
 
-def test_compare_lists_totals_then_kinds_of_common_phases() -> None:
+def test_diff_lists_totals_then_kinds_of_every_phase() -> None:
     measured = MemoryTable(
         {
             Phase.BACKWARD: {Tier.DEVICE: {Kind.PARAMETERS: 100, Kind.TEMPORARIES: 60}},
             Phase.EVAL: {Tier.DEVICE: {Kind.PARAMETERS: 100}},
         }
     )
-    rows = compare(TABLE, measured)
-    assert rows == [
+    rows = TABLE.diff(measured)
+    common = [row for row in rows if row.phase is Phase.BACKWARD]
+    assert common == [
         Difference(Phase.BACKWARD, Tier.DEVICE, None, 170, 160),
         Difference(Phase.BACKWARD, Tier.DEVICE, Kind.PARAMETERS, 100, 100),
         Difference(Phase.BACKWARD, Tier.DEVICE, Kind.GRADIENTS, 70, 0),
         Difference(Phase.BACKWARD, Tier.DEVICE, Kind.TEMPORARIES, 0, 60),
     ]
-    assert rows[0].error == pytest.approx(0.0625)
-    assert rows[2].error is None
-    assert rows[3].error == -1.0
+    assert common[0].error == pytest.approx(0.0625)
+    assert common[2].error is None
+    assert common[3].error == -1.0
+    only_measured = [row for row in rows if row.phase is Phase.EVAL]
+    assert [(row.kind, row.predicted_bytes, row.measured_bytes) for row in only_measured] == [
+        (None, 0, 100),
+        (Kind.PARAMETERS, 0, 100),
+    ]
+    assert {row.phase for row in rows} <= {*TABLE.peaks, *measured.peaks}
+
+
+def test_plus_adds_to_every_phase() -> None:
+    more = TABLE.plus(Tier.DEVICE, Kind.RUNTIME, 7)
+    for phase in TABLE.peaks:
+        before = TABLE.phase_peak_bytes(phase, Tier.DEVICE)
+        assert more.phase_peak_bytes(phase, Tier.DEVICE) == before + 7
+        assert more.phase_peak_bytes(phase, Tier.HOST) == TABLE.phase_peak_bytes(phase, Tier.HOST)
+    twice = more.plus(Tier.DEVICE, Kind.RUNTIME, 3)
+    assert twice.kinds_at_peak(Tier.DEVICE)[Kind.RUNTIME] == 10

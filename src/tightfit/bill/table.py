@@ -36,7 +36,11 @@ class Kind(StrEnum):
     ACTIVATIONS = "activations"  # made in forward with gradients on: what backward will read
     LOGITS = "logits"
     TEMPORARIES = "temporaries"  # live within one operation or layer
-    BUFFERS = "buffers"  # the model's buffers, batches, landing places of copies
+    COLLECTIVES = "gather/reduce buffers"  # whole parameters and gradients between their shards
+    BUFFERS = "buffers"  # the model's buffers and batches
+    TRANSFER = "pinned and I/O buffers"  # landing places of copies and of disk reads and writes
+    RUNTIME = "runtime"  # context, communication library, workspaces; known, not counted
+    ALLOCATOR = "allocator"  # what the card's allocator rounds up and cannot hand out
     MARGIN = "margin"  # a bill's allowance for what a dry run cannot see; never measured
 
 
@@ -80,6 +84,31 @@ class MemoryTable:
                 for phase, tiers in self.peaks.items()
             }
         )
+
+    def plus(self, tier: Tier, kind: Kind, count_bytes: int) -> MemoryTable:
+        """A copy with `count_bytes` more of `kind` on `tier` throughout."""
+        return MemoryTable(
+            {
+                phase: {
+                    **tiers,
+                    tier: {
+                        **tiers.get(tier, {}),
+                        kind: tiers.get(tier, {}).get(kind, 0) + count_bytes,
+                    },
+                }
+                for phase, tiers in self.peaks.items()
+            }
+        )
+
+    def diff(self, measured: MemoryTable) -> list[Difference]:
+        """This bill beside what was measured: for every phase that either knows and each tier that
+        holds anything, the total and each kind at the tier's peak."""
+        return [
+            row
+            for phase in Phase
+            for tier in Tier
+            for row in _compare_tier(self, measured, phase, tier)
+        ]
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
         """Nested plain dictionaries, for reports and plans."""
@@ -133,22 +162,11 @@ class Difference:
         return (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
 
 
-def compare(bill: MemoryTable, measured: MemoryTable) -> list[Difference]:
-    """Totals and kinds of every phase that both tables know, for each tier that holds anything."""
-    rows: list[Difference] = []
-    for phase in Phase:
-        if phase not in measured.peaks or phase not in bill.peaks:
-            continue
-        for tier in Tier:
-            rows += _compare_tier(bill, measured, phase, tier)
-    return rows
-
-
 def _compare_tier(
     bill: MemoryTable, measured: MemoryTable, phase: Phase, tier: Tier
 ) -> Iterable[Difference]:
-    predicted = bill.peaks[phase].get(tier, {})
-    seen = measured.peaks[phase].get(tier, {})
+    predicted = bill.peaks.get(phase, {}).get(tier, {})
+    seen = measured.peaks.get(phase, {}).get(tier, {})
     if not sum(predicted.values()) and not sum(seen.values()):
         return
     yield Difference(phase, tier, None, sum(predicted.values()), sum(seen.values()))
