@@ -63,15 +63,23 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (job.learning_rate, job.seed, job.precision) == (2e-4, 7, "fp32")
 
 
+# Keys that are accepted only beside another one.
+BESIDE = {
+    "quantization_bit": ("--finetuning_type", "lora"),
+    "tensor_parallel_size": ("--num_gpus", "3"),
+    "pipeline_parallel_size": ("--num_gpus", "3"),
+}
+
+
 def test_every_key_is_a_flag_with_underscores_or_dashes() -> None:
     samples = {"boolean": "true", "integer": "3", "number": "0.5", "array": "lora"}
     for key, schema in Job.model_json_schema()["properties"].items():
         options = schema.get("anyOf", [schema])
         choices = options[0].get("enum") or [options[0].get("const")]
-        value = choices[0] or samples.get(options[0]["type"], "24gb")
+        value = str(choices[0] or samples.get(options[0]["type"], "24gb"))
         for flag in (f"--{key}", f"--{key.replace('_', '-')}"):
             words = (flag, value), (f"{flag}={value}",)
-            first, second = (from_flags(*pair) for pair in words)
+            first, second = (from_flags(*pair, *BESIDE.get(key, ())) for pair in words)
             assert first == second
             assert str(getattr(first, key)).lower().strip("[']") in (value, f"{value}.0")
 
@@ -193,17 +201,23 @@ def test_tables_of_names_agree() -> None:
         ({"dataset": 3}, "it must be text or none; put it in quotes"),
         ({"dataset": {"a": 1}}, "it must be text or none"),
         ({"memory_limit": "a lot"}, "--memory_limit: 'a lot' is not a size; write it like 900MiB"),
-        ({"optim": "sgd"}, "it must be adamw"),
+        ({"optim": "prodigy"}, "it must be adamw | adamw_8bit | lion"),
+        ({"zero_stage": 4}, "4 is not accepted; it must be auto | 0 | 1 | 2 | 3"),
+        ({"quantization_bit": 3}, "3 is not accepted; it must be 4 | 8 or none"),
+        ({"num_gpus": 0}, "0 is not accepted; it must be a whole number from 1 to"),
+        ({"num_gpus": 6, "tensor_parallel_size": 4}, "num_gpus 6 is not a multiple of"),
+        ({"num_gpus": 2, "train_batch_size": 3}, "not a multiple of the 2 data-parallel ranks"),
+        (
+            {"num_gpus": 2, "train_batch_size": 8, "per_device_train_batch_size": 3},
+            "train_batch_size 8 is not a multiple of per_device_train_batch_size 3 x 2 ranks",
+        ),
         (
             {"train_batch_size": 8, "per_device_train_batch_size": 3},
             "train_batch_size 8 is not a multiple of per_device_train_batch_size 3",
         ),
-        ({"fp16": True}, "--fp16: true is not available yet; use `precision: bf16`"),
-        ({"precision": "fp16"}, "fp16 is not available yet; use bf16 or fp32"),
-        ({"quantization_bit": 4}, "--quantization_bit: 4 is not available yet"),
-        ({"qlora": True}, "--qlora: true is not available yet"),
+        ({"quantization_bit": 4}, "quantization_bit: 4 needs finetuning_type: lora"),
+        ({"qlora": True, "finetuning_type": "full"}, "contradict: both set finetuning_type"),
         ({"finetuning_type": "freeze"}, "freeze is not available yet; use full or lora"),
-        ({"offload_optimizer": "nvme"}, "nvme is not available yet"),
         ({"warmup_ratio": 3}, "3 is not a share of all steps"),
         ({"warmup_ratio": "some"}, "'some' is not a share of all steps"),
         ({"batch_size": 4}, "can mean two things"),

@@ -61,7 +61,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
         if not name.startswith("--") or key not in (*Job.model_fields, *OTHER_NAMES):
             prepared.append(word)
         elif not equals and _is_switch(key):
-            given = rest.pop(0) if rest and rest[0].casefold() in _SWITCH_WORDS else "true"
+            given = rest.pop(0) if rest and _is_switched(key, rest[0]) else "true"
             prepared.append(f"--{key}={given}")
         else:
             prepared.append(f"--{key}{equals}{value}")
@@ -166,7 +166,7 @@ def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
         for option in schema["anyOf"]:
             yield from _alternatives(option)
     elif "enum" in schema or "const" in schema:
-        yield " | ".join(schema.get("enum", [schema.get("const")]))
+        yield " | ".join(map(str, schema.get("enum", [schema.get("const")])))
     elif schema["type"] == "boolean":
         yield "true | false"
     elif schema["type"] == "array":
@@ -181,13 +181,13 @@ def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
 def _types(key: str) -> set[str]:
     """The JSON types that a key's values have."""
     schema = _schema()[key]
-    return {option["type"] for option in schema.get("anyOf", [schema])}
+    return {option.get("type", "string") for option in schema.get("anyOf", [schema])}
 
 
 def _metavar(key: str) -> str:
     choices = _schema()[key].get("enum")
     if choices:
-        return "|".join(choices)
+        return "|".join(map(str, choices))
     names = {"boolean": "[true|false]", "integer": "N", "number": "X"}
     return next((name for type_, name in names.items() if type_ in _types(key)), "TEXT")
 
@@ -197,6 +197,12 @@ def _is_switch(key: str) -> bool:
         key in Job.model_fields
         and (_types(key) == {"boolean"} or "true" in _schema()[key].get("enum", []))
     )
+
+
+def _is_switched(key: str, word: str) -> bool:
+    """Whether a word after a switch is its value, and no argument of its own."""
+    own = _schema()[key].get("enum", []) if key in Job.model_fields else []
+    return word.casefold() in (*_SWITCH_WORDS, *own)
 
 
 def _nearest(key: str, prefix: str = "") -> str:

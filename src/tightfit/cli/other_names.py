@@ -39,30 +39,24 @@ RENAMED = {
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_target",
     "adapter": "finetuning_type",
+    "attn_implementation": "attention",
+    "flash_attn": "attention",
+    "nproc_per_node": "num_gpus",
+    "num_processes": "num_gpus",
+    "world_size": "num_gpus",
+    "zero_optimization_stage": "zero_stage",
+    "offload_optimizer_device": "offload_optimizer",
+    "offload_param_device": "offload_param",
+    "activation_offloading": "offload_activations",
 }
 
 # Keys of other tools that have no counterpart yet. A value on the left of the text, or one that
 # means "off", asks for what happens anyway and is accepted.
 NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fp16": ((), "use `precision: bf16` or `precision: fp32`"),
     "tf32": ((), "leave it out"),
-    "qlora": ((), "use `finetuning_type: lora`"),
-    "quantization_bit": ((), "use `finetuning_type: lora` without it"),
-    "load_in_4bit": ((), "use `finetuning_type: lora` without it"),
-    "load_in_8bit": ((), "use `finetuning_type: lora` without it"),
-    "zero_stage": ((0,), "training uses one device so far; leave it out"),
     "deepspeed": ((), "tightfit plans placement itself; leave it out"),
     "fsdp": ((), "tightfit plans placement itself; leave it out"),
-    "tensor_parallel_size": ((1,), "training uses one device so far; leave it out"),
-    "pipeline_parallel_size": ((1,), "training uses one device so far; leave it out"),
-    "num_gpus": ((0, 1), "training uses one device so far; choose it with CUDA_VISIBLE_DEVICES"),
-    "nproc_per_node": ((1,), "training uses one device so far"),
     "gpu": ((), "planning is for the machine at hand; give `memory_limit` to plan for another"),
-    "offload_param": ((), "use `offload_optimizer: cpu`"),
-    "offload_activations": ((), "use `gradient_checkpointing: true`"),
-    "attention": (("sdpa",), "leave it out"),
-    "attn_implementation": (("sdpa",), "leave it out"),
-    "flash_attn": (("sdpa",), "leave it out"),
     "packing": ((), "leave it out; every sample is its own sequence"),
     "report_to": (("jsonl",), "the log is `trainer_log.jsonl` in `output_dir`; leave it out"),
     "template": (("default",), "the model's own chat template is used; leave it out"),
@@ -83,23 +77,34 @@ _SAME_VALUES = {
     ("optim", "adamw_torch"): "adamw",
     ("optim", "adamw_torch_fused"): "adamw",
     ("optim", "adamw_hf"): "adamw",
+    ("optim", "adamw_bnb_8bit"): "adamw_8bit",
+    ("optim", "lion_32bit"): "lion",
     ("gradient_checkpointing", "unsloth"): "true",
+    ("attention", "flash_attention_2"): "flash",
+    ("attention", "fa2"): "flash",
+    ("attention", "disabled"): "eager",
+    ("precision", "bfloat16"): "bf16",
+    ("precision", "float16"): "fp16",
+    ("precision", "float32"): "fp32",
 }
 _VALUES_NOT_YET = {
-    ("precision", "fp16"): "use bf16 or fp32",
     ("finetuning_type", "freeze"): "use full or lora",
     ("finetuning_type", "oft"): "use full or lora",
-    ("finetuning_type", "qlora"): "use lora",
-    ("offload_optimizer", "nvme"): "use cpu",
-    ("gradient_checkpointing", "selective"): "use true, false or auto",
 }
 
-SPECIAL = ("bf16", "warmup_ratio", "batch_size", "resume_from_checkpoint")
+# Switches of other tools that say the value of one of tightfit's keys.
+_SWITCHES_FOR = {
+    "bf16": ("precision", "bf16"),
+    "fp16": ("precision", "fp16"),
+    "qlora": ("finetuning_type", "qlora"),
+    "load_in_4bit": ("quantization_bit", 4),
+    "load_in_8bit": ("quantization_bit", 8),
+}
+SPECIAL = (*_SWITCHES_FOR, "warmup_ratio", "batch_size", "resume_from_checkpoint")
 OTHER_NAMES = (*RENAMED, *NOT_YET, *SPECIAL)
 SWITCHES = (
-    "bf16", "fp16", "tf32", "qlora", "load_in_4bit", "load_in_8bit", "offload_activations",
-    "packing", "trust_remote_code", "push_to_hub", "load_best_model_at_end", "group_by_length",
-    "activation_checkpointing",
+    *_SWITCHES_FOR, "tf32", "packing", "activation_offloading", "trust_remote_code",
+    "push_to_hub", "load_best_model_at_end", "group_by_length", "activation_checkpointing",
 )  # fmt: skip
 
 _OFF = ("", "none", "null", "no", "false", "off", "0", "auto", "disabled")
@@ -151,9 +156,9 @@ def _own_settings(key: str, value: Any, label: str) -> list[tuple[str, Any]]:
 
 def _special(key: str, value: Any, name: str) -> list[tuple[str, Any]]:
     """Keys whose value changes with the name."""
-    if key == "bf16":
+    if key in _SWITCHES_FOR:
         if _is_on(value):
-            return [("precision", "bf16")]
+            return [_SWITCHES_FOR[key]]
         if _is_off(value):
             return []
         raise ConfigError(f"{name}: {_shown(value)} is neither true nor false")

@@ -47,7 +47,13 @@ def _size(value: str) -> str:
 
 
 ByteSize = Annotated[str, BeforeValidator(lambda v: str(_none_to_word(v))), AfterValidator(_size)]
-Placement = Annotated[Literal["auto", "none", "cpu"], BeforeValidator(_none_to_word)]
+Placement = Annotated[Literal["auto", "none", "cpu", "nvme"], BeforeValidator(_none_to_word)]
+Cards = Annotated[int, Field(ge=1, le=2**16)]
+
+
+def _bits(value: Any) -> Any:
+    """Flags and YAML in quotes bring numbers as text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 class Job(BaseModel):
@@ -60,7 +66,12 @@ class Job(BaseModel):
         description="Folder with config.json and safetensors, or a name on the Hub."
     )
     finetuning_type: Literal["full", "lora"] = Field(
-        "full", description="Train all parameters, or low-rank adapters on a frozen base."
+        "full",
+        description="Train all parameters, or low-rank adapters on a frozen base; `qlora` is "
+        "`lora` with `quantization_bit: 4`.",
+    )
+    quantization_bit: Annotated[Literal[4, 8] | None, BeforeValidator(_bits)] = Field(
+        None, description="Bits of the frozen base under adapters; 4 is NF4."
     )
     lora_rank: PositiveInt = Field(8, description="Rank of the adapters.")
     lora_alpha: PositiveFloat | None = Field(
@@ -117,7 +128,9 @@ class Job(BaseModel):
     warmup_steps: NonNegativeFloat = Field(
         0, description="Steps of rising learning rate; below 1: a share of all steps."
     )
-    optim: Literal["adamw"] = Field("adamw", description="Optimizer.")
+    optim: Literal["adamw", "adamw_8bit", "lion", "lion_8bit", "adafactor", "sgd"] = Field(
+        "adamw", description="Optimizer."
+    )
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Decay of matrices; norms and biases have none."
     )
@@ -141,18 +154,41 @@ class Job(BaseModel):
         "CPU device and host share. A size describes another machine: --memory_limit 24GB "
         "--host_memory_limit 64GB.",
     )
-    precision: Literal["auto", "bf16", "fp32"] = Field(
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="Type of parameters and computation."
     )
     gradient_checkpointing: Annotated[
-        Literal["auto", "true", "false"], BeforeValidator(_bool_to_word)
-    ] = Field("auto", description="Recompute each layer in backward instead of saving it.")
+        Literal["auto", "true", "false", "selective"], BeforeValidator(_bool_to_word)
+    ] = Field(
+        "auto",
+        description="Recompute each layer in backward instead of saving it; `selective`: every "
+        "second layer.",
+    )
+    attention: Literal["auto", "flash", "sdpa", "eager"] = Field(
+        "auto", description="Kernel of attention; `auto` is torch's sdpa."
+    )
     loss: Literal["auto", "chunked", "full"] = Field(
         "auto", description="Cross-entropy in chunks of tokens, or from all logits at once."
     )
     offload_optimizer: Placement = Field(
-        "auto", description="`cpu`: gradients and optimizer states live on the host."
+        "auto",
+        description="`cpu`: gradients and optimizer states live on the host; `nvme`: the states "
+        "on disk.",
     )
+    offload_param: Placement = Field(
+        "auto", description="Where the layers' parameters live between their turns."
+    )
+    offload_activations: Annotated[
+        Literal["auto", "true", "false"], BeforeValidator(_bool_to_word)
+    ] = Field("auto", description="What layers save for backward waits on the host.")
+    num_gpus: Cards = Field(1, description="Cards used, one rank each.")
+    zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_bits)] = Field(
+        "auto",
+        description="What data-parallel ranks share out: 0 nothing, 1 optimizer states, "
+        "2 gradients too, 3 parameters too.",
+    )
+    tensor_parallel_size: Cards = Field(1, description="Ranks that share each layer's matrices.")
+    pipeline_parallel_size: Cards = Field(1, description="Stages, each with its own layers.")
     allow: list[Literal["lora"]] = Field(
         default_factory=list, description="What the planner may change although it alters numbers."
     )
@@ -176,9 +212,38 @@ class Job(BaseModel):
         False, description="Leave the optimizer out of checkpoints; they cannot be resumed."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _qlora_is_lora_with_4_bits(cls, values: Any) -> Any:
+        """One name that people use for two keys."""
+        if not isinstance(values, dict) or values.get("finetuning_type") != "qlora":
+            return values
+        bits = values.get("quantization_bit") or 4
+        return {**values, "finetuning_type": "lora", "quantization_bit": bits}
+
+    @model_validator(mode="after")
+    def _quantised_bases_are_frozen(self) -> Job:
+        if self.quantization_bit is not None and self.finetuning_type == "full":
+            raise ValueError(
+                f"quantization_bit: {self.quantization_bit} needs finetuning_type: lora; "
+                "quantised weights cannot be trained themselves"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cards_can_be_shared_out(self) -> Job:
+        width = self.tensor_parallel_size * self.pipeline_parallel_size
+        if self.num_gpus % width:
+            raise ValueError(
+                f"num_gpus {self.num_gpus} is not a multiple of tensor_parallel_size "
+                f"{self.tensor_parallel_size} x pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _batch_sizes_agree(self) -> Job:
-        """DeepSpeed's identity, for one rank: global = micro x accumulation."""
+        """DeepSpeed's identity: global = micro x accumulation x data-parallel ranks."""
         total, micro, steps = (
             self.train_batch_size,
             self.per_device_train_batch_size,
@@ -186,16 +251,25 @@ class Job(BaseModel):
         )
         if total == "auto":
             return self
+        ranks = self.data_parallel_ranks
+        if total % ranks:
+            raise ValueError(
+                f"train_batch_size {total} is not a multiple of the {ranks} data-parallel ranks"
+            )
+        total //= ranks
         for name, part in (
             ("per_device_train_batch_size", micro),
             ("gradient_accumulation_steps", steps),
         ):
             if part != "auto" and total % part:
-                raise ValueError(f"train_batch_size {total} is not a multiple of {name} {part}")
+                raise ValueError(
+                    f"train_batch_size {self.train_batch_size} is not a multiple of "
+                    f"{name} {part}{_times(ranks)}"
+                )
         if micro != "auto" and steps != "auto" and total != micro * steps:
             raise ValueError(
-                f"train_batch_size {total} != per_device_train_batch_size {micro} "
-                f"x gradient_accumulation_steps {steps}"
+                f"train_batch_size {self.train_batch_size} != per_device_train_batch_size {micro} "
+                f"x gradient_accumulation_steps {steps}{_times(ranks)}"
             )
         return self
 
@@ -205,4 +279,14 @@ class Job(BaseModel):
         if self.train_batch_size != "auto":
             return self.train_batch_size
         micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        return (1 if micro == "auto" else micro) * (1 if steps == "auto" else steps)
+        sequences = (1 if micro == "auto" else micro) * (1 if steps == "auto" else steps)
+        return sequences * self.data_parallel_ranks
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks that see different sequences."""
+        return self.num_gpus // (self.tensor_parallel_size * self.pipeline_parallel_size)
+
+
+def _times(ranks: int) -> str:
+    return f" x {ranks} ranks" if ranks > 1 else ""
