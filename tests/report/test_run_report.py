@@ -22,7 +22,10 @@ def table(parameters: int, activations: int) -> MemoryTable:
     )
 
 
-def report(seconds: list[float], loss: float = 1.0) -> RunReport:
+MEASURED = table(100, 200)
+
+
+def report(seconds: list[float], loss: float = 1.0, measured: MemoryTable = MEASURED) -> RunReport:
     bill = table(110, 220)
     plan = Plan(
         policies=Policies(), bill=bill, plain=bill, step_time=StepTime(1, 2, 3, 4, 5),
@@ -31,7 +34,7 @@ def report(seconds: list[float], loss: float = 1.0) -> RunReport:
     records = [
         StepRecord(i, 0.0, loss, 0.1, 1.0, 10, s, None, None) for i, s in enumerate(seconds, 1)
     ]
-    return RunReport(plan, table(100, 200), records, [EvaluationRecord(0, loss, 1.0)], ["a"])
+    return RunReport(plan, measured, records, [EvaluationRecord(0, loss, 1.0)], ["a"])
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
@@ -45,6 +48,26 @@ def test_errors_are_relative_to_what_was_measured() -> None:
         (Phase.STEP, None): 0,
         (Phase.STEP, Kind.PARAMETERS): 0,
     }
+
+
+def test_phases_that_one_side_does_not_know_are_there() -> None:
+    measured = MemoryTable(
+        {
+            Phase.STEP: {Tier.DEVICE: {Kind.PARAMETERS: 5}},
+            Phase.RESUME: {Tier.HOST: {Kind.TRANSFER: 7}},
+        }
+    )
+    rows = {
+        (r.phase, r.tier, r.kind): (r.predicted_bytes, r.measured_bytes, r.error)
+        for r in report([1.0], measured=measured).differences()
+    }
+    assert rows[Phase.FORWARD, Tier.DEVICE, None] == (330, 0, None)
+    assert rows[Phase.FORWARD, Tier.DEVICE, Kind.ACTIVATIONS] == (220, 0, None)
+    assert rows[Phase.RESUME, Tier.HOST, None] == (0, 7, -1.0)
+    assert rows[Phase.RESUME, Tier.HOST, Kind.TRANSFER] == (0, 7, -1.0)
+    assert [phase for phase, *_ in rows] == sorted(
+        (phase for phase, *_ in rows), key=list(Phase).index
+    )
 
 
 @pytest.mark.parametrize(

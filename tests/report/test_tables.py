@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from tightfit.bill.table import Kind, MemoryTable, Phase, compare
+from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
 from tightfit.planner.plan import Limits
 from tightfit.policies import Tier
-from tightfit.report.tables import show_bill, show_comparison
+from tightfit.report.tables import show_bill, show_comparison, show_estimate
 from tightfit.units import MIB
 
 BILL = MemoryTable(
@@ -60,10 +60,98 @@ def test_the_shortage(limits: Limits, said: str) -> None:
     assert said in shown(limits)
 
 
-def test_the_comparison() -> None:
+def estimate(bill: MemoryTable, width: int) -> list[str]:
     file = io.StringIO()
-    show_comparison(Console(file=file, width=80), compare(BILL.with_margin(0.5), BILL))
-    lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    console = Console(file=file, width=width)
+    show_estimate(console, "Bill", bill, Limits(device_bytes=2000 * MIB))
+    return file.getvalue().splitlines()
+
+
+def test_an_estimate_shows_bars_shares_meanings_and_the_shortage(bill: MemoryTable) -> None:
+    lines = [" ".join(line.split()) for line in estimate(bill, 100)]
+    assert lines[1] == (
+        "device: peak 2.25 GiB in backward, device limit 1.95 GiB: 300.0 MiB missing"
+    )
+    for line in (
+        "at the peak device (backward) host (forward) what it is",
+        "P parameters 500.0 MiB 22% - the model's weights",
+        "O optimizer states 1000.0 MiB 43% - running averages of gradients",
+        "A activations 4 B 0% - kept by forward for backward",
+        "I pinned and I/O buffers - 400.0 MiB 100% landing places of copies",
+        "peak 2.25 GiB 100% 400.0 MiB 100%",
+    ):
+        assert line in lines, line
+    assert lines[-1] == "needs 2.25 GiB, device limit 1.95 GiB: 300.0 MiB missing"
+
+
+def test_a_narrow_estimate_leaves_meanings_out(bill: MemoryTable) -> None:
+    lines = estimate(bill, 70)
+    assert max(map(len, lines)) <= 70
+    assert "P parameters 500.0 MiB 22% -" in [" ".join(line.split()) for line in lines]
+    assert not any("meaning" in line or "the model's weights" in line for line in lines)
+
+
+def compared(rows: list[Difference]) -> list[str]:
+    file = io.StringIO()
+    show_comparison(Console(file=file, width=100), rows)
+    return [" ".join(line.split()) for line in file.getvalue().splitlines()]
+
+
+def test_the_comparison() -> None:
+    lines = compared(BILL.with_margin(0.5).diff(BILL))
     assert "forward, device 7.5 MiB 5.0 MiB +50.00%" in lines
     assert "activations 3.0 MiB 3.0 MiB +0.00%" in lines
     assert "margin 2.5 MiB -" in lines
+    assert lines[-1] == "furthest off: forward, device by 2.5 MiB (+50.00%), most of it margin"
+
+
+def test_what_one_side_does_not_know_is_said_to_be_so() -> None:
+    rows = [
+        Difference(Phase.FORWARD, Tier.DEVICE, None, 110 * MIB, 100 * MIB),
+        Difference(Phase.FORWARD, Tier.DEVICE, Kind.PARAMETERS, 110 * MIB, 0),
+        Difference(Phase.FORWARD, Tier.DEVICE, Kind.LOGITS, 0, 100 * MIB),
+        Difference(Phase.FORWARD, Tier.DEVICE, Kind.BUFFERS, 1024, 1024),
+        Difference(Phase.EVAL, Tier.DEVICE, None, 90 * MIB, 0),
+        Difference(Phase.EVAL, Tier.DEVICE, Kind.ACTIVATIONS, 90 * MIB, 0),
+        Difference(Phase.RESUME, Tier.DEVICE, None, 0, 80 * MIB),
+        Difference(Phase.RESUME, Tier.DEVICE, Kind.TEMPORARIES, 0, 80 * MIB),
+    ]
+    lines = [line for line in compared(rows) if line]
+    assert lines[2:] == [
+        "forward, device 110.0 MiB 100.0 MiB +10.00%",
+        "parameters 110.0 MiB - only predicted",
+        "logits - 100.0 MiB only measured",
+        "eval, device 90.0 MiB - only predicted",
+        "resume, device - 80.0 MiB only measured",
+        "furthest off: forward, device by 10.0 MiB (+10.00%), most of it parameters",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "said"),
+    [
+        (5, 5, "every total was predicted to the byte"),
+        (5, 0, "predicted and measured have no phase in common"),
+        (0, 5, "predicted and measured have no phase in common"),
+    ],
+)
+def test_the_last_line(predicted: int, measured: int, said: str) -> None:
+    rows = [
+        Difference(Phase.STEP, Tier.DEVICE, kind, predicted, measured)
+        for kind in (None, Kind.PARAMETERS)
+    ]
+    assert compared(rows)[-1] == said
+
+
+@pytest.mark.parametrize(("predicted", "red"), [(99, True), (100, False), (101, False)])
+def test_totals_that_were_too_low_are_red(predicted: int, red: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system="truecolor")
+    kinds = (None, Kind.LOGITS)
+    rows = [Difference(Phase.STEP, Tier.DEVICE, kind, predicted, 100) for kind in kinds]
+    show_comparison(console, rows)
+    assert ("\x1b[1;31m" in file.getvalue()) == red
+
+
+def test_nothing_to_compare_is_no_fault() -> None:
+    assert "predicted beside measured predicted measured error" in compared([])

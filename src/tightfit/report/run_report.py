@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from tightfit.bill.table import Difference, MemoryTable, compare
+from tightfit.bill.table import Difference, MemoryTable
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.planner.plan import Plan
 from tightfit.policies import Tier
@@ -28,8 +28,8 @@ class RunReport:
     answers: Sequence[str]
 
     def differences(self) -> list[Difference]:
-        """Predicted beside measured, per phase, tier and kind."""
-        return compare(self.plan.bill, self.measured)
+        """Predicted beside measured, for every phase that either knows."""
+        return self.plan.bill.diff(self.measured)
 
     def peak_error(self) -> float:
         """(predicted - measured) / measured of the device peak."""

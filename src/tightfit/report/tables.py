@@ -13,10 +13,13 @@ from rich.text import Text
 from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
 from tightfit.planner.plan import Candidate, Limits, Plan, describe_policies
 from tightfit.policies import Tier
-from tightfit.units import MIB, format_bytes, format_seconds
+from tightfit.report.bars import show_bars, swatch
+from tightfit.report.kinds import LOOKS
+from tightfit.units import format_bytes, format_seconds
 
 _SHOWN_ALTERNATIVES = 12
-_SMALL_BYTES = MIB // 2  # rows below are in report.json only
+_WIDE = 1000  # columns that no table needs
+_SMALL_SHARE = 0.001  # of the highest total: rows below are in report.json only
 
 
 def show_bill(console: Console, title: str, bill: MemoryTable, limits: Limits) -> None:
@@ -24,6 +27,40 @@ def show_bill(console: Console, title: str, bill: MemoryTable, limits: Limits) -
     console.print(Text(title, style="bold"))
     console.print(_kinds_table(bill), _phases_table(bill))
     console.print(_shortage(bill, limits))
+
+
+def show_estimate(console: Console, title: str, bill: MemoryTable, limits: Limits) -> None:
+    """Print a bill for somebody who reads one for the first time.
+
+    Bars of every phase and tier with their limits, what fills the tiers at their peaks and what
+    each kind is (where the width allows), and whether it fits.
+    """
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    show_bars(console, bill, limits)
+    table = _explained_table(bill, with_meanings=True)
+    if console.measure(table, options=console.options.update_width(_WIDE)).maximum > console.width:
+        table = _explained_table(bill, with_meanings=False)
+    console.print(table)
+    console.print(_shortage(bill, limits))
+
+
+def _explained_table(bill: MemoryTable, *, with_meanings: bool) -> Table:
+    tiers = bill.tiers()
+    table = _table("at the peak", *[f"{tier} ({bill.peak_phase(tier)})" for tier in tiers])
+    if with_meanings:
+        table.add_column("what it is", style="dim", no_wrap=True)
+    for kind in Kind:
+        counts = [bill.kinds_at_peak(tier).get(kind, 0) for tier in tiers]
+        if any(counts):
+            cells = [
+                f"{format_bytes(count)} {count / bill.peak_bytes(tier):4.0%}" if count else "-"
+                for tier, count in zip(tiers, counts, strict=True)
+            ]
+            meaning = [LOOKS[kind].meaning] if with_meanings else []
+            table.add_row(swatch(kind), *cells, *meaning)
+    table.add_section()
+    table.add_row("peak", *[f"{format_bytes(bill.peak_bytes(tier))} 100%" for tier in tiers])
+    return table
 
 
 def _kinds_table(bill: MemoryTable) -> Table:
@@ -94,23 +131,68 @@ def _alternatives_table(alternatives: tuple[Candidate, ...]) -> RenderableType:
 
 
 def show_comparison(console: Console, rows: list[Difference]) -> None:
-    """Print predicted beside measured: totals of every phase and tier, kinds at its peak."""
+    """Print predicted beside measured: totals of every phase and tier, kinds at its peak.
+
+    Totals that were predicted too low are red. What only one side knows is said to be so; of a
+    phase and tier that only one knows, the total is enough.
+    """
+    least = _SMALL_SHARE * max((_larger(row) for row in rows), default=0)
     table = _table("predicted beside measured", "predicted", "measured", "error")
+    one_sided = {(r.phase, r.tier) for r in rows if r.kind is None and _is_one_sided(r)}
     for row in rows:
-        if max(row.predicted_bytes, row.measured_bytes) < _SMALL_BYTES:
+        if _larger(row) < least or (row.kind and (row.phase, row.tier) in one_sided):
             continue
         if row.kind is None:
             table.add_section()
         name = f"{row.phase}, {row.tier}" if row.kind is None else f"  {row.kind}"
-        error = "" if row.error is None else f"{row.error:+.2%}"
-        table.add_row(
-            name,
-            _cell(row.predicted_bytes),
-            _cell(row.measured_bytes),
-            error,
-            style="bold" if row.kind is None else None,
-        )
+        counts = (_cell(row.predicted_bytes), _cell(row.measured_bytes))
+        table.add_row(name, *counts, _error(row), style=_difference_style(row))
     console.print(table)
+    if rows:
+        console.print(Text(_furthest_off(rows)), soft_wrap=True)
+
+
+def _larger(row: Difference) -> int:
+    return max(row.predicted_bytes, row.measured_bytes)
+
+
+def _apart(row: Difference) -> int:
+    return abs(row.predicted_bytes - row.measured_bytes)
+
+
+def _is_one_sided(row: Difference) -> bool:
+    return not row.predicted_bytes or not row.measured_bytes
+
+
+def _error(row: Difference) -> str:
+    if row.kind is Kind.MARGIN:
+        return ""  # nothing that could be measured
+    if not row.predicted_bytes:
+        return "only measured"
+    return "only predicted" if row.error is None else f"{row.error:+.2%}"
+
+
+def _difference_style(row: Difference) -> str | None:
+    if row.kind is not None:
+        return None
+    return "bold red" if row.predicted_bytes < row.measured_bytes else "bold"
+
+
+def _furthest_off(rows: list[Difference]) -> str:
+    """The total that is furthest from what was measured, among those that both sides know."""
+    totals = [row for row in rows if row.kind is None]
+    both = [row for row in totals if not _is_one_sided(row)]
+    if not both:
+        return "predicted and measured have no phase in common"
+    worst = max(both, key=_apart)
+    if not _apart(worst):
+        return "every total was predicted to the byte"
+    parts = [r for r in rows if r.kind and (r.phase, r.tier) == (worst.phase, worst.tier)]
+    most = max(parts, key=_apart)
+    return (
+        f"furthest off: {worst.phase}, {worst.tier} by {format_bytes(_apart(worst))} "
+        f"({_error(worst)}), most of it {most.kind}"
+    )
 
 
 def _table(*headers: str, right: bool = True) -> Table:
