@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+import torch
+from peft import PeftModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tightfit.engine.adapter import apply_adapter
+from tightfit.engine.adapter import apply_adapter, import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.checkpointing import apply_checkpointing
+from tightfit.engine.quantisation import QuantisedLinear, apply_quantisation
 from tightfit.errors import ConfigError, UnsupportedError
-from tightfit.policies import AdapterPolicy, CheckpointingPolicy, Policies
+from tightfit.policies import AdapterPolicy, CheckpointingPolicy, Policies, QuantisationPolicy
 
 Make = Callable[..., Any]
 
@@ -55,6 +60,70 @@ def test_gpt2_has_linear_layers_of_its_own_kind() -> None:
         apply_adapter(GPT2LMHeadModel(config), AdapterPolicy(targets=("q_proj",)))
     model = apply_adapter(GPT2LMHeadModel(config), AdapterPolicy())
     assert trained_modules(model) == {"c_attn", "c_fc", "c_proj"}
+
+
+def test_a_quantised_base_is_adapted_by_the_same_names(make_model: Make) -> None:
+    for policy in (AdapterPolicy(), AdapterPolicy(targets=("q_proj", "down_proj"))):
+        plain, quantised = make_model(), make_model()
+        apply_quantisation(quantised, QuantisationPolicy())
+        adapted = apply_adapter(quantised, policy)
+        assert trained_modules(adapted) == trained_modules(apply_adapter(plain, policy))
+
+
+def test_a_wrong_target_of_a_quantised_base_is_told_the_same_names(make_model: Make) -> None:
+    model = make_model()
+    apply_quantisation(model, QuantisationPolicy())
+    with pytest.raises(ConfigError, match="its linear layers are down_proj, gate_proj, k_proj"):
+        apply_adapter(model, AdapterPolicy(targets=("qproj",)))
+
+
+def test_adapters_of_a_quantised_base_are_saved_in_pefts_layout(
+    make_model: Make, make_batch: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Loaded onto a base of the dequantised weights, they compute the same bits."""
+    quantised, plain = make_model(), make_model()
+    apply_quantisation(quantised, QuantisationPolicy())
+    with torch.no_grad():
+        for name, layer in quantised.named_modules():
+            if isinstance(layer, QuantisedLinear):
+                plain.get_submodule(name).weight.copy_(layer.dequantised(torch.float32))
+    adapted = apply_adapter(quantised, AdapterPolicy(rank=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".md") == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    loaded = PeftModel.from_pretrained(plain, tmp_path)
+    ids, _ = make_batch(0)
+    assert torch.equal(loaded(input_ids=ids).logits, adapted.eval()(input_ids=ids).logits)
+
+
+def test_bitsandbytes_does_not_warn_of_what_adapters_do_not_need() -> None:
+    """On some processors it says at import that kernels for inference are missing."""
+    import_library()
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+
+
+def test_experts_kept_together_are_adapted_too() -> None:
+    """peft finds them under names of its own, and warns of them for nothing."""
+    config = Qwen3MoeConfig(
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = apply_adapter(Qwen3MoeForCausalLM(config), AdapterPolicy(rank=2))
+    assert {"q_proj", "gate", "experts", "base_layer"} <= trained_modules(model)
 
 
 def test_a_model_without_checkpointing_says_so(make_model: Make) -> None:

@@ -58,6 +58,11 @@ class FakeNvml:
     def nvmlDeviceGetGraphicsRunningProcesses(self, card: dict[str, Any]) -> list[Any]:  # noqa: N802
         raise FakeNVMLError
 
+    def nvmlDeviceGetCudaComputeCapability(self, card: dict[str, Any]) -> list[int]:  # noqa: N802
+        if "capability" not in card:
+            raise FakeNVMLError
+        return list(card["capability"])
+
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.65"
 
@@ -253,6 +258,11 @@ def test_visible_devices_that_do_not_exist(machine: FakeMachine, visible: str) -
     with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={visible}") as caught:
         machine.with_cards({}, {}, {}, visible=visible)
     assert visible == "0,0" or "2 (GPU-cccc)" in str(caught.value)
+
+
+def test_compute_capability_as_far_as_the_driver_tells(machine: FakeMachine) -> None:
+    found = machine.with_cards({"capability": (8, 9)}, {})
+    assert [card.capability for card in found.accelerators] == [(8, 9), None]
 
 
 def test_no_card_at_all(machine: FakeMachine) -> None:

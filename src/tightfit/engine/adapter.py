@@ -5,18 +5,22 @@ Knows nothing of other techniques; the model it returns trains and saves as any 
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tightfit.engine.quantisation import import_library as import_bitsandbytes
 from tightfit.errors import ConfigError
 from tightfit.policies import AdapterPolicy
 
 
 def import_library() -> None:
     """Import peft, which makes tensors of its own: do it where nothing is counted or faked."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        import_bitsandbytes()  # peft does too, 4 bits or not, and less quietly
     import peft  # noqa: F401  # takes a second, only LoRA needs it
 
 
@@ -28,6 +32,7 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
     """
     if policy is None:
         return model
+    import_library()
     from peft import LoraConfig, get_peft_model
 
     missing = [name for name in policy.targets if not _names_a_module(model, name)]
@@ -51,8 +56,11 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
         fan_in_fan_out=_stores_transposed(model),
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():  # peft 0.21 asks transformers under a name that will go
+    with warnings.catch_warnings():
+        # peft 0.21 asks transformers under a name that will go, and does not find what it has
+        # itself renamed where experts are stored together.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "The following .*_pattern keys", RuntimeWarning)
         adapted: nn.Module = get_peft_model(model, config)
     return adapted
 

@@ -44,6 +44,7 @@ class Accelerator:
         index: the driver's number, in PCI order. CUDA numbers unlike cards fastest first unless
             CUDA_DEVICE_ORDER=PCI_BUS_ID is set, so with a mix name them by UUID.
         free_bytes: what no process holds at this moment.
+        capability: CUDA's compute capability; None where the driver does not tell.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Accelerator:
     total_bytes: int
     free_bytes: int
     processes: tuple[DeviceProcess, ...] = ()
+    capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,8 +228,17 @@ def _read_accelerators(
         total, free = _device_memory(nvml, handles[index], ram_total, ram_available)
         name = _text(nvml.nvmlDeviceGetName(handles[index]))
         processes = _device_processes(nvml, handles[index], readers.process_name)
-        cards.append(Accelerator(index, name, total, free, processes))
+        capability = _capability(nvml, handles[index])
+        cards.append(Accelerator(index, name, total, free, processes, capability))
     return tuple(cards)
+
+
+def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
+    try:
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except nvml.NVMLError:
+        return None
+    return int(major), int(minor)
 
 
 def _device_memory(nvml: Any, handle: Any, ram_total: int, ram_available: int) -> tuple[int, int]:

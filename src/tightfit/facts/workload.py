@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.errors import ConfigError
+from tightfit.facts.job import Job
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,17 @@ class Workload:
     def average_tokens_per_step(self) -> float:
         """Tokens of an average optimizer step, padding included."""
         return (self.average_sequence_length or self.sequence_length) * self.global_batch_size
+
+
+def planned_workload(job: Job) -> Workload:
+    """The shapes a job may have when its data was not looked at: everything as long as allowed."""
+    evaluates = job.eval_dataset is not None or job.val_size > 0
+    asks = job.sample_prompt is not None
+    return Workload(
+        sequence_length=job.cutoff_len,
+        global_batch_size=job.global_batch_size,
+        evaluation_sequence_length=job.cutoff_len if evaluates else 0,
+        evaluation_batch_size=job.per_device_eval_batch_size,
+        prompt_length=max(1, job.cutoff_len - job.max_new_tokens) if asks else 0,
+        max_new_tokens=job.max_new_tokens,
+    )
