@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
+from tightfit.dry_run.ranks import fake_ranks
 from tightfit.engine.apply import fit
-from tightfit.ledger import Ledger
+from tightfit.ledger import Ledger, local_part
 from tightfit.policies import Policies, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -302,6 +306,66 @@ def test_storages_are_followed_after_the_ledger_is_left() -> None:
         again = torch.zeros(2)
         assert counting.total_bytes(DEVICE) == 8
     del uncounted, again
+
+
+def test_sizes_that_changed_while_the_ledger_was_away_are_caught_up_with() -> None:
+    tensor = torch.zeros(10)
+    with Ledger() as counting:
+        counting.mark(tensor, Kind.COLLECTIVES)
+    tensor.untyped_storage().resize_(0)
+    assert counting.total_bytes(DEVICE) == 40
+    with counting:
+        assert counting.total_bytes(DEVICE) == 0
+        tensor.untyped_storage().resize_(80)
+        assert counting.kinds(DEVICE) == {Kind.COLLECTIVES: 80}
+
+
+def test_of_a_shared_tensor_this_ranks_part_counts() -> None:
+    module = nn.Linear(6, 12, bias=False)
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+        module.weight.grad = DTensor.from_local(torch.ones(3, 6), mesh, [Shard(0)])
+        with Ledger() as counting:
+            counting.adopt(module)
+            part = 4 * 3 * 6  # 12 rows over 4 ranks
+            assert counting.kinds(DEVICE) == {Kind.PARAMETERS: part, Kind.GRADIENTS: part}
+    assert local_part(module.weight).shape == (3, 6)
+    plain = torch.zeros(1)
+    assert local_part(plain) is plain
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_operations_on_shared_tensors_count_what_this_rank_makes(fake: bool) -> None:
+    """torch finds out the shape of a result from whole fake tensors, which take nothing."""
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+        with FakeTensorMode() if fake else nullcontext(), Ledger() as counting:  # type: ignore[no-untyped-call]
+            rows = 50 if fake else 100  # torch remembers the shapes it has found out
+            shared = DTensor.from_local(torch.ones(rows), mesh, [Shard(0)])
+            before = counting.total_bytes(DEVICE)
+            tripled = shared * 3.25
+            assert tripled.shape == (4 * rows,)
+            assert counting.total_bytes(DEVICE) == before + 4 * rows
+            assert counting.peak_bytes(DEVICE) == before + 4 * rows
+
+
+def test_chapters_keep_what_comes_twice_apart() -> None:
+    with Ledger() as counting:
+        for chapter, size in (("", 10), ("again ", 5)):
+            counting.chapter = chapter
+            ledger.set_phase(Phase.FORWARD)
+            counting.set_section(Phase.FORWARD, "head")
+            tensor = torch.zeros(size)
+            del tensor
+    totals = {
+        section: sum(tiers[DEVICE].values())
+        for section, tiers in counting.sections().items()
+        if section[0] is Phase.FORWARD
+    }
+    assert totals[Phase.FORWARD, "head"] == 40
+    assert totals[Phase.FORWARD, "again head"] == 20
+    assert counting.table().phase_peak_bytes(Phase.FORWARD, DEVICE) == 40
 
 
 def test_addresses_that_are_used_again_are_not_confused() -> None:

@@ -22,6 +22,8 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.bill.table import Kind, MemoryTable, Phase
@@ -60,6 +62,10 @@ class Ledger(TorchDispatchMode):
         device: the accelerator; storages elsewhere are on the host tier.
         limits: most bytes per tier. Crossing one raises `torch.OutOfMemoryError` out of the
             operation that allocated, as a card would.
+
+    Attributes:
+        chapter: begins the names of sections from now on, so that what comes again, such as the
+            second micro-batch of a step, is counted apart.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = (device or torch.device("cpu")).type
         self.limits = dict(limits or {})
+        self.chapter = ""
         self._storages: dict[int, _Storage] = {}
         self._now: dict[Tier, Kinds] = {tier: dict.fromkeys(Kind, 0) for tier in Tier}
         self._totals: dict[Tier, int] = dict.fromkeys(Tier, 0)
@@ -77,6 +84,8 @@ class Ledger(TorchDispatchMode):
         self._section: Section = (Phase.LOAD, "")
         self._label: tuple[Kind, Tier | None] | None = None
         self._operation = "start"
+        self._imagining = False
+        self._replay: Callable[[int, int], None] | None = None
         self._outer: Ledger | None = None
         self._open_section()
 
@@ -85,6 +94,9 @@ class Ledger(TorchDispatchMode):
         self._outer, _active = _active, self
         self._plain_resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing(self._plain_resize)  # type: ignore[method-assign]
+        self._plain_imagine = ShardingPropagator._propagate_tensor_meta_non_cached
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._unseen(self._plain_imagine)  # type: ignore[method-assign]
+        self._catch_up()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(
@@ -96,6 +108,7 @@ class Ledger(TorchDispatchMode):
         global _active
         _active = self._outer
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._plain_imagine  # type: ignore[method-assign]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     # What was counted
@@ -140,7 +153,11 @@ class Ledger(TorchDispatchMode):
             self.mark(buffer, Kind.BUFFERS)
 
     def mark(self, tensor: torch.Tensor, kind: Kind, tier: Tier | None = None) -> None:
-        """Say what a tensor's storage is for and where it lives; counts it when unseen."""
+        """Say what a tensor's storage is for and where it lives; counts it when unseen.
+
+        Of a DTensor, the part that this rank holds.
+        """
+        tensor = local_part(tensor)
         if tensor.is_meta:
             return
         storage = tensor.untyped_storage()
@@ -152,13 +169,14 @@ class Ledger(TorchDispatchMode):
         self._add(record, -size)
         record.kind, record.tier = kind, tier or record.tier
         self._add(record, size)
+        self._tell(record, size)
         peak = self._peaks[self._section][record.tier]
         if peak.total_bytes == self._totals[record.tier]:  # the peak it made has its name now
             peak.kinds = self._now[record.tier].copy()
 
     def set_section(self, phase: Phase, section: str = "") -> Section:
         """Begin a phase, or a part of one; returns the one before."""
-        before, self._section = self._section, (phase, section)
+        before, self._section = self._section, (phase, self.chapter + section)
         self._open_section()
         return before
 
@@ -176,6 +194,16 @@ class Ledger(TorchDispatchMode):
         finally:
             self._label = before
 
+    def replay_device(self, resize: Callable[[int, int], None]) -> None:
+        """Tell another counter of every storage on the device, of those that live now first.
+
+        Args:
+            resize: called with a storage's number and its bytes, 0 at its end.
+        """
+        self._replay = resize
+        for record in self._storages.values():
+            self._tell(record, record.count_bytes)
+
     # Counting
 
     @classmethod
@@ -191,7 +219,11 @@ class Ledger(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, then count the storages it made."""
+        if DTensor in types:  # its own operations on the parts it is made of come here next
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
+        if self._imagining:
+            return out
         if func in _MAKERS:
             self._operation = func
             self._see(out)
@@ -225,15 +257,18 @@ class Ledger(TorchDispatchMode):
             if self._storages.get(key) is record:
                 del self._storages[key]
             self._add(record, -record.count_bytes)
+            self._tell(record, 0)
 
         record.reference = weakref.ref(storage, ended)
         self._storages[key] = record
         self._add(record, record.count_bytes)
+        self._tell(record, record.count_bytes)
 
     def _resize(self, record: _Storage, size_bytes: int) -> None:
         """Book a storage that has grown or shrunk."""
         change, record.count_bytes = size_bytes - record.count_bytes, size_bytes
         self._add(record, change)
+        self._tell(record, size_bytes)
 
     def _resizing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """`UntypedStorage.resize_`, which is no operation, followed by its booking."""
@@ -246,6 +281,26 @@ class Ledger(TorchDispatchMode):
             return resized
 
         return resize
+
+    def _unseen(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Where a DTensor learns the shape of a result from whole fake tensors, uncounted."""
+
+        def imagine(*args: Any) -> Any:
+            before, self._imagining = self._imagining, True
+            try:
+                return plain(*args)
+            finally:
+                self._imagining = before
+
+        return imagine
+
+    def _catch_up(self) -> None:
+        """Book what has been resized since the ledger was left, if it was."""
+        for record in list(self._storages.values()):
+            assert record.reference is not None
+            storage = record.reference()
+            if storage is not None and storage.nbytes() != record.count_bytes:
+                self._resize(record, storage.nbytes())
 
     def _add(self, record: _Storage, change: int) -> None:
         """Book `change` bytes and the peak they make.
@@ -268,6 +323,10 @@ class Ledger(TorchDispatchMode):
                 f"{format_bytes(change)} of {record.kind} in {self._operation} "
                 f"({self._section[0]})"
             )
+
+    def _tell(self, record: _Storage, size_bytes: int) -> None:
+        if self._replay is not None:
+            self._replay(id(record), size_bytes if record.tier is Tier.DEVICE else 0)
 
     def _open_section(self) -> None:
         """What lives when a section begins is a part of its peak."""
@@ -293,11 +352,19 @@ def table_of_sections(sections: dict[Section, dict[Tier, Kinds]]) -> MemoryTable
     """The highest section of every phase and tier."""
     peaks: dict[Phase, dict[Tier, Kinds]] = defaultdict(dict)
     for (phase, _), tiers in sections.items():
+        highest = peaks[phase]  # a phase is known even where nothing lives in it
         for tier, kinds in tiers.items():
-            best = peaks[phase].get(tier)
-            if best is None or sum(kinds.values()) > sum(best.values()):
-                peaks[phase][tier] = kinds
+            if sum(kinds.values()) > sum(highest.get(tier, {}).values()):
+                highest[tier] = kinds
     return MemoryTable(dict(peaks))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, a view; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def active() -> Ledger | None:

@@ -19,6 +19,8 @@ from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.ledger import Ledger
 from tightfit.policies import (
     AdapterPolicy,
+    AttentionKernel,
+    AttentionPolicy,
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
@@ -320,7 +322,8 @@ def test_without_labels_the_model_is_what_it_was(
 
 
 def test_gemma2_trains_with_the_full_loss_and_refuses_chunks(make_batch: Make) -> None:
-    """Its logits are capped between the output layer and the loss."""
+    """Its logits are capped between the output layer and the loss, its scores in attention."""
+    eager = AttentionPolicy(AttentionKernel.EAGER)
     config = Gemma2Config(
         vocab_size=61,
         hidden_size=16,
@@ -331,8 +334,13 @@ def test_gemma2_trains_with_the_full_loss_and_refuses_chunks(make_batch: Make) -
         head_dim=8,
     )
     with pytest.raises(UnsupportedError, match=r"final_logit_softcapping; set loss: full"):
-        fit(Gemma2ForCausalLM(config), Policies(loss=LossPolicy(LossKind.CHUNKED)))
-    engine = fit(Gemma2ForCausalLM(config), Policies(optimizer=OPTIMIZER, placement=HOST))
+        fit(
+            Gemma2ForCausalLM(config),
+            Policies(loss=LossPolicy(LossKind.CHUNKED), attention=eager),
+        )
+    engine = fit(
+        Gemma2ForCausalLM(config), Policies(optimizer=OPTIMIZER, placement=HOST, attention=eager)
+    )
     ids, labels = make_batch(0)
     losses = []
     for _ in range(5):

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import RecurrentGemmaConfig
 
 from tightfit.bill.table import Kind
 from tightfit.engine.apply import fit
-from tightfit.engine.loss import apply_loss, chunked_causal_loss, supports_chunked_loss
+from tightfit.engine.loss import apply_loss, chunked_causal_loss
 from tightfit.errors import UnsupportedError
 from tightfit.ledger import Ledger
 from tightfit.policies import LossKind, LossPolicy, Policies, Tier
@@ -146,11 +145,6 @@ def test_a_model_that_changes_its_logits_is_refused(make_model: Make, make_batch
     with pytest.raises(UnsupportedError, match="changes the logits"):
         engine.loss(ids, labels, 40)
     assert "forward" not in vars(model.lm_head), "the output layer is as it was"
-
-
-def test_configs_tell_whether_logits_are_left_alone(make_model: Make) -> None:
-    assert supports_chunked_loss(make_model().config)
-    assert not supports_chunked_loss(RecurrentGemmaConfig())
 
 
 def test_chunked_loss_of_peaked_logits_is_that_of_float64() -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from tightfit.engine.layers import decoder_layers
 from tightfit.errors import UnsupportedError
 from tightfit.policies import CheckpointingPolicy
 
 
 def apply_checkpointing(model: PreTrainedModel, policy: CheckpointingPolicy) -> None:
-    """Switch it on for every layer if the policy says so.
+    """Switch it on for every layer, or every so many, if the policy says so.
+
+    With every second layer the first is recomputed, the second is not, and so on.
 
     Raises:
         UnsupportedError: the model's class does not support it.
@@ -27,3 +30,6 @@ def apply_checkpointing(model: PreTrainedModel, policy: CheckpointingPolicy) -> 
             "set gradient_checkpointing: false"
         )
     model.activation_checkpointing_enable({"use_reentrant": False})
+    for index, layer in enumerate(decoder_layers(model)):
+        if index % policy.every:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from tightfit import ledger
 from tightfit.bill.table import Phase
 from tightfit.engine.gradients import GradientStore
 from tightfit.engine.optimizer import PlacedAdamW
+from tightfit.engine.ranks import Ranks
 
 
 class Engine:
@@ -25,11 +26,21 @@ class Engine:
         optimizer: give it to a scheduler; its step belongs to `Engine.step`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: PlacedAdamW, gradients: GradientStore) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: PlacedAdamW,
+        gradients: GradientStore,
+        ranks: Ranks,
+        accumulation_steps: int,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._gradients = gradients
-        model.register_forward_pre_hook(_begin_forward)
+        self._ranks = ranks
+        self._accumulation_steps = accumulation_steps
+        self._backward_calls = 0  # since the last step
+        model.register_forward_pre_hook(_begin_forward, prepend=True)
 
     @property
     def device(self) -> torch.device:
@@ -41,13 +52,15 @@ class Engine:
     ) -> torch.Tensor:
         """Cross-entropy summed over this micro-batch's trained tokens, over `trained_tokens`.
 
+        Of this rank: the loss of the global batch is the sum over all ranks and micro-batches.
+
         Args:
             input_ids: `[batch, seq]`, padded on the right. Causal attention never looks right, so
                 padding needs no mask as long as its labels are -100.
             labels: `[batch, seq]`, -100 where nothing is trained.
             trained_tokens: trained tokens of the whole global batch, so that the sum over its
-                micro-batches is the loss per token however it is split. With none at all the
-                loss is 0.
+                micro-batches (on all ranks) is the loss per token however it is split. With none
+                at all the loss is 0.
         """
         ledger.set_phase(Phase.FORWARD)
         loss: torch.Tensor = self.model(
@@ -61,24 +74,34 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` to those since the last `step`.
 
-        What is minimised is the sum of the losses given: with accumulation, divide yours by the
-        number of micro-batches, or use `loss` above.
+        What is minimised is the sum of the losses given, over all ranks: with accumulation, divide
+        yours by the number of micro-batches of all ranks, or use `loss` above.
+
+        Ranks add their gradients up during the plan's last micro-batch; if `step` comes earlier,
+        then there. All ranks must make as many calls between steps.
         """
         ledger.set_phase(Phase.BACKWARD)
+        self._backward_calls += 1
+        self._ranks.begin_backward(last=self._backward_calls >= self._accumulation_steps)
         loss.backward()
 
     def step(self) -> float:
         """Clip by the exact global norm, update, forget the gradients; returns the norm.
 
-        A norm that is not finite updates nothing.
+        The norm is that of the gradients of all ranks, and the same number on each. One that is
+        not finite updates nothing.
         """
         ledger.set_phase(Phase.STEP)
+        self._backward_calls = 0
+        self._ranks.finish_gradients()
         norm = self.optimizer.step(self._gradients.take())
         self._gradients.clear()
         return float(norm)
 
     def discard_gradients(self) -> None:
         """Forget the gradients since the last step, for a step that is given up."""
+        self._backward_calls = 0
+        self._ranks.discard_gradients()
         self._gradients.clear()
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 On the host, each gradient leaves as soon as backward has finished it, so the device holds one or
 two at a time; micro-batches add up on the host in the order in which autograd would add them.
+Of a parameter that ranks share, each rank holds the gradient of its own part.
 Knows nothing of what is done with gradients afterwards.
 """
 
@@ -16,6 +17,7 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.transfer import Transfer
+from tightfit.ledger import local_part
 
 
 class GradientStore(Protocol):
@@ -40,7 +42,7 @@ class DeviceGradients:
 
     def take(self) -> dict[nn.Parameter, torch.Tensor]:
         """See `GradientStore.take`."""
-        return {p: p.grad for p in self._parameters if p.grad is not None}
+        return {p: local_part(p.grad) for p in self._parameters if p.grad is not None}
 
     def clear(self) -> None:
         """See `GradientStore.clear`."""
@@ -58,7 +60,9 @@ class HostGradients:
     def __init__(self, parameters: Iterable[nn.Parameter], transfer: Transfer) -> None:
         self._parameters = list(parameters)
         self._transfer = transfer
-        self._sums = {p: transfer.empty_on_host(p, Kind.GRADIENTS) for p in self._parameters}
+        self._sums = {
+            p: transfer.empty_on_host(local_part(p), Kind.GRADIENTS) for p in self._parameters
+        }
         self._filled: set[nn.Parameter] = set()
         self._landing: torch.Tensor | None = None
         for parameter in self._parameters:
@@ -78,12 +82,12 @@ class HostGradients:
     @torch.no_grad()
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient = local_part(parameter.grad)
         ledger.mark(gradient, Kind.GRADIENTS)
         self._transfer.wait()  # else gradients pile up where copies are slower than backward
         if parameter in self._filled:
-            landing = self._landing_like(parameter)
+            landing = self._landing_like(gradient)
             self._transfer.copy(landing, gradient)
             self._transfer.wait()
             self._sums[parameter].add_(landing)
@@ -92,12 +96,12 @@ class HostGradients:
             self._filled.add(parameter)
         parameter.grad = None
 
-    def _landing_like(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _landing_like(self, gradient: torch.Tensor) -> torch.Tensor:
         if self._landing is None:
-            largest = max(self._parameters, key=lambda p: p.numel() * p.element_size())
+            largest = max(self._sums.values(), key=lambda sum_: sum_.numel() * sum_.element_size())
             self._landing = self._transfer.empty_on_host(largest, Kind.BUFFERS).view(-1)
-        raw = self._landing.view(parameter.dtype)
-        return raw[: parameter.numel()].view(parameter.shape)
+        raw = self._landing.view(gradient.dtype)
+        return raw[: gradient.numel()].view(gradient.shape)
 
 
 def _mark_gradient(parameter: torch.Tensor) -> None:

@@ -18,21 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.errors import UnsupportedError
+from tightfit.facts.logits import logit_transform
 from tightfit.policies import LossKind, LossPolicy
 
 IGNORED = -100
-# Keys of configs whose models change the logits between the output layer and the loss.
-_LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-)
 
 
 def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> None:
@@ -46,23 +40,13 @@ def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> None:
         if head is not None:
             head.register_forward_hook(_mark_logits)
         return
-    transform = next((key for key in _LOGIT_TRANSFORMS if changes_logits(model.config, key)), None)
+    transform = logit_transform(model.config.to_dict())
     if transform is not None or type(head) is not nn.Linear:
         reason = f"its config has {transform}" if transform else f"its output layer is {type(head)}"
         raise UnsupportedError(
             f"chunked loss does not work for this model: {reason}; set loss: full"
         )
     _take_over_forward(model, head, policy.chunk_tokens)
-
-
-def changes_logits(config: PretrainedConfig, key: str) -> bool:
-    """Whether the config's `key` makes the model change logits before the loss."""
-    return getattr(config, key, None) not in (None, 1, 1.0)
-
-
-def supports_chunked_loss(config: PretrainedConfig) -> bool:
-    """Whether models of this config leave logits alone, as far as the config tells."""
-    return not any(changes_logits(config, key) for key in _LOGIT_TRANSFORMS)
 
 
 def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: int) -> None:

@@ -17,8 +17,10 @@ from torch.optim.adamw import adamw
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.ranks import Ranks
 from tightfit.engine.transfer import Transfer
 from tightfit.errors import ConfigError
+from tightfit.ledger import local_part
 from tightfit.policies import OptimizerPolicy, Tier
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]
@@ -28,7 +30,8 @@ class PlacedAdamW(torch.optim.Optimizer):
     """AdamW (https://arxiv.org/abs/1711.05101) on the device or on the host.
 
     States are created here and now, in place on their tier, so that the first step needs no more
-    memory than the others. Learning-rate schedulers of torch and transformers accept it.
+    memory than the others. Learning-rate schedulers of torch and transformers accept it. Of a
+    parameter that ranks share, each rank has the states of its own part.
     """
 
     def __init__(
@@ -37,9 +40,11 @@ class PlacedAdamW(torch.optim.Optimizer):
         policy: OptimizerPolicy,
         tier: Tier,
         transfer: Transfer,
+        ranks: Ranks,
     ) -> None:
         self._tier = tier
         self._transfer = transfer
+        self._ranks = ranks
         self._max_grad_norm = policy.max_grad_norm
         super().__init__(
             _decay_groups(parameters, policy.weight_decay),
@@ -47,9 +52,9 @@ class PlacedAdamW(torch.optim.Optimizer):
         )
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = self._initial_state(parameter)
+                self.state[parameter] = self._initial_state(local_part(parameter))
 
-    def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         device = parameter.device if self._tier is Tier.DEVICE else torch.device("cpu")
         state: dict[str, torch.Tensor] = {}
         if self._tier is not Tier.DEVICE or parameter.dtype is not torch.float32:
@@ -61,7 +66,7 @@ class PlacedAdamW(torch.optim.Optimizer):
                 state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=device)
         return state
 
-    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
         if self._tier is Tier.DEVICE:
             with ledger.labelled(Kind.MASTER_WEIGHTS, Tier.DEVICE):
                 return parameter.detach().to(torch.float32)
@@ -85,7 +90,7 @@ class PlacedAdamW(torch.optim.Optimizer):
         _check_same_parameters(self.param_groups, groups, state_dict["state"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
-                values = {"master": parameter, **state_dict["state"][number]}
+                values = {"master": local_part(parameter), **state_dict["state"][number]}
                 for name, tensor in self.state[parameter].items():
                     tensor.copy_(values[name])
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -98,7 +103,7 @@ class PlacedAdamW(torch.optim.Optimizer):
         """
         for parameter, state in self.state.items():
             if "master" in state and state["master"].dtype is parameter.dtype:
-                self._transfer.copy(state["master"], parameter.detach())
+                self._transfer.copy(state["master"], local_part(parameter).detach())
         self._transfer.wait()
 
     @torch.no_grad()
@@ -106,7 +111,7 @@ class PlacedAdamW(torch.optim.Optimizer):
         """Clip and apply `gradients`, which are consumed; returns their global norm before it.
 
         Args:
-            gradients: by parameter, on the optimizer's tier, in the order of
+            gradients: by parameter, this rank's part, on the optimizer's tier, in the order of
                 `model.parameters()`. Parameters without one are left as they are.
 
         A norm that is not finite leaves parameters and states untouched.
@@ -114,7 +119,7 @@ class PlacedAdamW(torch.optim.Optimizer):
         self._transfer.wait()
         values = list(gradients.values())
         with ledger.labelled(Kind.TEMPORARIES, self._tier):
-            norm = _total_norm(values)
+            norm = self._ranks.global_norm(_total_norm(values))
             if not bool(torch.isfinite(norm)):
                 return norm
             factor = _clip_factor(norm, self._max_grad_norm) if self._max_grad_norm else None
@@ -134,12 +139,13 @@ class PlacedAdamW(torch.optim.Optimizer):
     ) -> None:
         """Apply AdamW to one batch of parameters and send the results to the device."""
         states = [self.state[p] for p in batch]
+        parameters = [local_part(p) for p in batch]
         wide = [gradient.to(torch.float32) for gradient in gradients]
         if clip_factor is not None:
             for gradient in wide:
                 gradient.mul_(clip_factor)
         adamw(
-            [state.get("master", p) for state, p in zip(states, batch, strict=True)],
+            [state.get("master", p) for state, p in zip(states, parameters, strict=True)],
             wide,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
@@ -154,11 +160,11 @@ class PlacedAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        for parameter, state, gradient in zip(batch, states, gradients, strict=True):
+        for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
             if "master" in state:
                 self._publish(parameter, state["master"], gradient)
 
-    def _publish(self, parameter: nn.Parameter, master: torch.Tensor, spent: torch.Tensor) -> None:
+    def _publish(self, parameter: torch.Tensor, master: torch.Tensor, spent: torch.Tensor) -> None:
         """Copy a master into its parameter; 16-bit values travel through the spent gradient."""
         if self._tier is Tier.DEVICE:
             parameter.copy_(master)
@@ -176,7 +182,7 @@ def _check_same_parameters(
     Raises:
         ConfigError: they have others.
     """
-    shapes = [[parameter.shape for parameter in group["params"]] for group in here]
+    shapes = [[local_part(parameter).shape for parameter in group["params"]] for group in here]
     if shapes != [[states[number]["exp_avg"].shape for number in g["params"]] for g in saved]:
         raise ConfigError(
             "the saved optimizer belongs to another model or method; fit the model as it was when "

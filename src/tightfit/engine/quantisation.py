@@ -76,6 +76,11 @@ def apply_quantisation(model: PreTrainedModel, policy: QuantisationPolicy | None
         setattr(parent, name, _quantised(getattr(parent, name), policy, scale_values))
 
 
+def is_quantised(model: PreTrainedModel) -> bool:
+    """Whether `apply_quantisation` has been there."""
+    return any(isinstance(module, QuantisedLinear) for module in model.modules())
+
+
 def linear_layers(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     """Where the layers hang that are to be quantised: their parents, and their names there.
 

@@ -1,0 +1,223 @@
+"""Data-parallel ranks that share out the model states, on torch's FSDP2.
+
+ZeRO's stages (https://arxiv.org/abs/1910.02054) in terms of `fully_shard`, which is put on every
+decoder layer and on the root, whose group holds the rest: embedding, last norm, output layer. With
+P bytes of parameters, L of them in a layer, R in the root, T of those trained, a device of N ranks
+holds, beside activations:
+
+| stage | always | from forward to backward | gradients | optimizer states |
+|---|---|---|---|---|
+| 0 | P | | T | all |
+| 1 | P/N | P: every layer stays whole until backward is through with it | T/N; before the last \
+micro-batch all of T | 1/N |
+| 2 | P/N | P, as in stage 1 | T/N | 1/N |
+| 3 | P/N | R: a layer is whole while it computes | T/N | 1/N |
+
+FSDP2 keeps the shard beside the whole parameter, so P/N is there all the time. Gathering takes a
+buffer as large as what it gathers, which lives until the next layer's copy is out; in backward the
+layer to come is gathered ahead. Whole gradients of a layer live until they are copied to the buffer
+that is scattered, and that buffer until the next layer needs one. In stage 3 this makes up to 2 L
+in forward and 4 L in backward, and the root's R and its whole gradients stay to the end of
+backward. An evaluation leaves whole what a forward does, until the next backward or step.
+
+All of these are `Kind.COLLECTIVES`, except gradients that wait whole for further micro-batches in
+stage 1. Stage 0 needs none: gradients are summed in their place.
+
+Shards are padded: of ceil(rows / N) rows. Knows nothing of how ranks are started or how weights get
+into shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from tightfit import ledger
+from tightfit.bill.table import Kind
+from tightfit.engine.layers import decoder_layers
+from tightfit.engine.ranks import OneRank, Ranks, Replicas
+from tightfit.errors import ConfigError, UnsupportedError
+from tightfit.policies import Policies, ShardingPolicy, Tier
+
+
+def apply_sharding(root: nn.Module, model: PreTrainedModel, policies: Policies) -> Ranks:
+    """Share the model states of `root` out as the policy says; with one rank there is no one to.
+
+    Afterwards its parameters are DTensors that hold this rank's shard (stages 1 to 3).
+
+    Args:
+        root: what is called in training: the model, or peft's wrapping of it.
+        model: the model of transformers in it, the same on all ranks.
+
+    Raises:
+        ConfigError: this process is not one of as many ranks as the policy says.
+        UnsupportedError: tensor or pipeline parallel.
+    """
+    policy = policies.sharding
+    if policy.tensor_parallel > 1 or policy.pipeline_parallel > 1:
+        raise UnsupportedError("the engine shares data-parallel ranks only, so far: set both to 1")
+    if policy.ranks == 1:
+        return OneRank()
+    _check_ranks(policy)
+    if policy.zero_stage == 0:
+        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+        leave = policies.placement.gradients is not Tier.DEVICE
+        return Replicas(root, trained, gradients_leave=leave)
+    return _shard(root, decoder_layers(model), policies)
+
+
+def _check_ranks(policy: ShardingPolicy) -> None:
+    """See that the ranks are there.
+
+    Raises:
+        ConfigError: they are not, or there are others.
+    """
+    here = dist.get_world_size() if dist.is_initialized() else 1
+    if here != policy.ranks:
+        raise ConfigError(
+            f"the plan is for {policy.ranks} ranks, and this is a process group of {here}; start "
+            f"{policy.ranks} processes (torchrun --nproc_per_node {policy.ranks}) that call "
+            "torch.distributed.init_process_group, or plan for as many as there are"
+        )
+
+
+def _shard(root: nn.Module, layers: nn.ModuleList, policies: Policies) -> Shards:
+    mesh = _mesh(next(root.parameters()).device, policies.sharding)
+    stage = policies.sharding.zero_stage
+    with ledger.labelled(Kind.PARAMETERS):
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=stage == 3)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False)  # backward begins with it
+    waits = stage == 1 and policies.batch.accumulation_steps > 1
+    books = _Books(Kind.GRADIENTS if waits else Kind.COLLECTIVES)
+    modules = (*layers, root)
+    for module in modules:
+        module.register_forward_pre_hook(books.unsharded)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_BookedAllGather())
+        module.set_custom_reduce_scatter(_BookedReduceScatter())
+    return Shards(modules, books, waits_for_last=stage == 1)
+
+
+def _mesh(device: torch.device, policy: ShardingPolicy) -> DeviceMesh:
+    """All ranks in a row. The mesh computes with its numbers, so they are real in a dry run too."""
+    with unset_fake_temporarily():
+        return init_device_mesh(device.type, (policy.ranks,))
+
+
+class Shards:
+    """Ranks that each hold a part of the model states; see `Ranks`.
+
+    Args:
+        modules: those of FSDP2, the outermost last.
+        waits_for_last: gradients of earlier micro-batches stay whole, and are summed over ranks
+            with those of the last.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], books: _Books, *, waits_for_last: bool
+    ) -> None:
+        self._modules = [module for module in modules if isinstance(module, FSDPModule)]
+        self._root = self._modules[-1]
+        self._books = books
+        self._waits_for_last = waits_for_last
+        self._waiting = False
+
+    def begin_backward(self, *, last: bool) -> None:
+        """See `Ranks.begin_backward`."""
+        if self._waits_for_last:
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
+            self._waiting = not last
+
+    def finish_gradients(self) -> None:
+        """See `Ranks.finish_gradients`; a step of fewer micro-batches is summed here.
+
+        What a forward without a backward has left whole is dropped: the step makes it stale.
+        """
+        if self._waiting:
+            self.begin_backward(last=True)
+            # What FSDP2 does at the end of each backward: it sums what is not summed yet.
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
+        for module in self._modules:
+            module.reshard()
+
+    def discard_gradients(self) -> None:
+        """See `Ranks.discard_gradients`."""
+        self._waiting = False
+        self._root.reset_iter_state()
+        self._books.forget_gradients()
+
+    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The root of the sum of squares, added in fp64 so that the order of ranks is no matter."""
+        device = next(self._root.parameters()).device
+        square = norm.to(device, torch.float64).square()
+        dist.all_reduce(square)
+        return square.sqrt().to(norm.device, norm.dtype)
+
+
+class _Books:
+    """Says what FSDP2's whole parameters and their gradients are for.
+
+    Args:
+        gradient_kind: of whole gradients.
+    """
+
+    def __init__(self, gradient_kind: Kind) -> None:
+        self._gradient_kind = gradient_kind
+        self._trained: set[torch.Tensor] = set()
+
+    def unsharded(self, module: nn.Module, inputs: object) -> None:
+        """A forward pre-hook, called after FSDP2's own, which has made parameters whole."""
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor):  # of a module inside, not whole yet
+                continue
+            ledger.mark(parameter, Kind.COLLECTIVES)
+            if parameter.requires_grad and parameter not in self._trained:
+                self._trained.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+
+    def forget_gradients(self) -> None:
+        """Drop whole gradients that were not summed."""
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def _mark_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.mark(parameter.grad, self._gradient_kind)
+
+
+class _BookedAllGather(DefaultAllGather):
+    """FSDP2's gather, whose buffers are booked."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """An uninitialised buffer."""
+        with ledger.labelled(Kind.COLLECTIVES):
+            return super().allocate(size, dtype=dtype, device=device)
+
+
+class _BookedReduceScatter(DefaultReduceScatter):
+    """FSDP2's sum and scatter, whose buffers are booked; the output becomes the gradients."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """An uninitialised buffer."""
+        with ledger.labelled(Kind.COLLECTIVES):
+            return super().allocate(size, dtype=dtype, device=device)

@@ -1,0 +1,41 @@
+"""What policies can say and the engine cannot do yet; a technique leaves the list when it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tightfit.errors import UnsupportedError
+from tightfit.policies import OptimizerName, Policies, Tier
+
+
+def engine_lacks(policies: Policies) -> Iterator[str]:
+    """Each technique of `policies` that is missing, in the words of the job's keys."""
+    placement, sharding = policies.placement, policies.sharding
+    if policies.optimizer.name is not OptimizerName.ADAMW:
+        yield f"optim {policies.optimizer.name}"
+    if placement.parameters is not Tier.DEVICE:
+        yield f"offload_param to {placement.parameters}"
+    if placement.optimizer_states is Tier.NVME:
+        yield "offload_optimizer to nvme"
+    if placement.activations is not Tier.DEVICE:
+        yield "offload_activations"
+    if policies.quantisation is not None and policies.quantisation.bits != 4:
+        yield f"quantization_bit {policies.quantisation.bits}"
+    if sharding.tensor_parallel > 1:
+        yield f"tensor_parallel_size {sharding.tensor_parallel}"
+    if sharding.pipeline_parallel > 1:
+        yield f"pipeline_parallel_size {sharding.pipeline_parallel}"
+
+
+def check_engine_can(policies: Policies) -> None:
+    """See that the engine can apply all of `policies`.
+
+    Raises:
+        UnsupportedError: it cannot yet.
+    """
+    missing = list(engine_lacks(policies))
+    if missing:
+        raise UnsupportedError(
+            f"not available in training yet: {', '.join(missing)}; leave it out "
+            "(`tightfit estimate` prices it)"
+        )

@@ -1,0 +1,309 @@
+"""A program: the same training on several ranks, on one, and on fake ones, for test_sharding.py.
+
+    python sharded_runs.py FOLDER
+
+Starts one process per rank on gloo for 2 and for 4 ranks, which run all cases one after the other,
+and meanwhile runs the same alone and on fake tensors. For each run FOLDER gets `NAME.json` (norms,
+and the ledger's table of each step) and `NAME.safetensors` (the parameters afterwards, whole). The
+processes are forked after the imports, which take longer than everything else.
+
+A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
+`untied`, `short` (steps of fewer micro-batches than planned) and what happens in one of the steps:
+`peek` (an evaluation between backward and step), `discard` (a backward that is given up), `fail`
+(one that breaks off in the middle), `inf` (one rank's gradients are not finite) and `off` (the
+ledger is off).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from tightfit import ledger
+from tightfit.bill.table import Kind
+from tightfit.dry_run.fakes import fake_tensors
+from tightfit.dry_run.ranks import fake_ranks
+from tightfit.engine.adapter import import_library
+from tightfit.engine.apply import fit
+from tightfit.engine.engine import Engine
+from tightfit.engine.layers import decoder_layers
+from tightfit.engine.quantisation import apply_quantisation
+from tightfit.engine.quantisation import import_library as import_quantisation
+from tightfit.ledger import Ledger, table_of_sections
+from tightfit.policies import (
+    AdapterPolicy,
+    BatchPolicy,
+    CheckpointingPolicy,
+    LossKind,
+    LossPolicy,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    QuantisationPolicy,
+    ShardingPolicy,
+    Tier,
+)
+
+VOCABULARY = 61  # not a multiple of the ranks: shards are padded
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LENGTH, MICRO_BATCH = 11, 2
+STEPS, FAKE_STEPS = 5, 2
+UNUSUAL = 1  # the in this step, which fakes leave out, `discard`, `inf` and the like happen
+TRAINED_TOKENS = 40  # any number does, as long as all ranks divide by the same
+OPTIMIZER = OptimizerPolicy(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "accumulate": {"batch": BatchPolicy(MICRO_BATCH, 2)},
+    "checkpoint": {"checkpointing": CheckpointingPolicy(True)},
+    "chunk": {"loss": LossPolicy(LossKind.CHUNKED, 5)},
+    "host": {"placement": PlacementPolicy(Tier.HOST, Tier.HOST)},
+    "lora": {"adapter": AdapterPolicy(rank=2)},
+    "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
+    "bf16": {"precision": PrecisionPolicy("bf16")},
+}
+CASES = {
+    2: [
+        "0",
+        "0 fail",
+        "0 accumulate lora short discard",
+        "0 host checkpoint accumulate",
+        "0 chunk untied inf",
+        "1",
+        "1 accumulate chunk untied",
+        "1 peek",
+        "1 accumulate fail",
+        "1 accumulate checkpoint host short inf",
+        "1 accumulate discard",
+        "2 accumulate untied fail",
+        "2 checkpoint lora peek",
+        "2 chunk host bf16 off",
+        "3",
+        "3 accumulate inf",
+        "3 checkpoint host untied fail",
+        "3 qlora checkpoint",
+        "1 qlora accumulate bf16",
+        "3 chunk lora discard peek",
+        "3 accumulate bf16 host",
+        "3 lora bf16 checkpoint off",
+    ],
+    4: [
+        "0 accumulate",
+        "1 accumulate lora",
+        "2 chunk checkpoint",
+        "3 accumulate untied",
+        "3 host lora inf",
+    ],
+}
+
+
+def main(folder: Path) -> None:
+    """Run everything and write it to `folder`."""
+    torch.set_num_threads(1)
+    import_library()
+    import_quantisation()
+    processes = [process for ranks in CASES for process in started(ranks, folder)]
+    for ranks, cases in CASES.items():
+        for case in cases:
+            with fake_ranks(ranks), fake_tensors():
+                write(folder / file_name(case, ranks, "fake"), *run(case, ranks, rank=None))
+            write(folder / file_name(case, ranks, "alone"), *run(case, ranks, rank=None))
+    finish(processes)
+
+
+def file_name(case: str, ranks: int, who: str) -> str:
+    return f"{case} of {ranks} {who}"
+
+
+def started(ranks: int, folder: Path) -> list[BaseProcess]:
+    context = multiprocessing.get_context("fork")
+    processes: list[BaseProcess] = [
+        context.Process(target=one_rank, args=(rank, ranks, folder)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def finish(processes: list[BaseProcess]) -> None:
+    """Wait for all; when one fails the others, which would wait for it, are ended."""
+    while processes:
+        wait([process.sentinel for process in processes])
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.terminate()
+            sys.exit("a rank failed; its message stands above")
+        processes = [process for process in processes if process.exitcode is None]
+
+
+def one_rank(rank: int, ranks: int, folder: Path) -> None:
+    """All cases of so many ranks on one of them."""
+    store = dist.FileStore(str(folder / f"store of {ranks}"), ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
+    )
+    for case in CASES[ranks]:
+        write(folder / file_name(case, ranks, str(rank)), *run(case, ranks, rank))
+    dist.destroy_process_group()
+
+
+def write(
+    path: Path, counting: Ledger, norms: list[float], parameters: dict[str, torch.Tensor]
+) -> None:
+    sections = counting.sections()
+    tables = {
+        chapter: table_of_sections({k: v for k, v in sections.items() if k[1] == chapter}).to_json()
+        for chapter in {name for _, name in sections}
+    }
+    path.with_name(f"{path.name}.json").write_text(json.dumps({"norms": norms, "tables": tables}))
+    save_file(parameters, path.with_name(f"{path.name}.safetensors"))
+
+
+def run(
+    case: str, ranks: int, rank: int | None
+) -> tuple[Ledger, list[float], dict[str, torch.Tensor]]:
+    """A few steps; `rank` None is a rank of a fake group, if there is one, else one alone.
+
+    Who is alone gets the whole global batch at once. The ledger's sections are named by the step.
+    """
+    words = case.split()
+    fake = dist.is_initialized() and rank is None
+    policies = policies_of(case, ranks)
+    micro_batches = 1 if "short" in words else policies.batch.accumulation_steps
+    if not dist.is_initialized():
+        policies = replace(policies, sharding=ShardingPolicy(), batch=BatchPolicy())
+    model = make_model(policies, tied="untied" not in words)
+    counting, norms = Ledger(), []
+    with counting:
+        counting.adopt(model)
+        apply_quantisation(model, policies.quantisation)
+        engine = fit(model, policies)
+    for step in range(FAKE_STEPS if fake else STEPS):
+        counting.chapter = str(step)
+        unusual = words if step == UNUSUAL and not fake else []
+        with nullcontext() if "off" in unusual else counting:
+            batches = list(pieces(step, ranks, rank, micro_batches))
+            norms.append(one_step(engine, unusual, batches))
+            del batches
+    return counting, norms, {} if fake else whole_parameters(engine)
+
+
+def policies_of(case: str, ranks: int) -> Policies:
+    stage, *words = case.split()
+    techniques = [TECHNIQUES[word] for word in words if word in TECHNIQUES]
+    chosen = {key: value for technique in techniques for key, value in technique.items()}
+    chosen.setdefault("batch", BatchPolicy(MICRO_BATCH))
+    return Policies(**chosen, optimizer=OPTIMIZER, sharding=ShardingPolicy(ranks, int(stage)))
+
+
+def make_model(policies: Policies, *, tied: bool) -> PreTrainedModel:
+    torch.manual_seed(0)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[policies.precision.parameters]
+    config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def pieces(
+    step: int, ranks: int, rank: int | None, micro_batches: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Input ids and labels `[micro-batch, seq]` of a step: one rank's, or the whole batch."""
+    size = MICRO_BATCH if dist.is_initialized() else MICRO_BATCH * ranks * micro_batches
+    for piece in range(micro_batches if dist.is_initialized() else 1):
+        with ledger.labelled(Kind.BUFFERS):
+            ids = torch.zeros((size, LENGTH), dtype=torch.long)
+            labels = torch.zeros((size, LENGTH), dtype=torch.long)
+        everything = whole_batch(step, MICRO_BATCH * ranks * micro_batches)
+        if dist.is_initialized() and rank is None:
+            yield ids, labels
+            continue
+        first = (piece * ranks + (rank or 0)) * MICRO_BATCH
+        ids.copy_(everything[0][first : first + size])
+        labels.copy_(everything[1][first : first + size])
+        yield ids, labels
+
+
+def whole_batch(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and labels `[size, seq]`, some of them -100, of all ranks' micro-batches."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, VOCABULARY, (size, LENGTH), generator=generator)
+    ignored = torch.rand(ids.shape, generator=generator) < 0.3
+    return ids, ids.masked_fill(ignored, -100)
+
+
+def one_step(
+    engine: Engine, unusual: list[str], batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> float:
+    if "discard" in unusual:
+        engine.backward(engine.loss(*batches[0], TRAINED_TOKENS))
+        engine.discard_gradients()
+    if "fail" in unusual:
+        fail_midway(engine, *batches[0])
+        engine.discard_gradients()
+    for ids, labels in batches:
+        loss = engine.loss(ids, labels, TRAINED_TOKENS)
+        last_rank = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+        if "inf" in unusual and last_rank:
+            loss = loss * torch.inf
+        engine.backward(loss)
+        del loss
+    if "peek" in unusual:
+        engine.evaluation_loss(*batches[0])
+    return engine.step()
+
+
+def fail_midway(engine: Engine, ids: torch.Tensor, labels: torch.Tensor) -> None:
+    """A backward that ends with an error, on all ranks at the middle layer."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("as planned")
+
+    def leave(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = decoder_layers(engine.model)[1].register_forward_hook(leave)
+    loss = engine.loss(ids, labels, TRAINED_TOKENS)
+    with pytest.raises(ValueError, match="as planned"):
+        engine.backward(loss)
+    handle.remove()
+
+
+def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, shards put together again."""
+    parameters = {}
+    for name, parameter in engine.model.named_parameters():
+        value = parameter.detach()
+        parameters[name] = (
+            value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        ).contiguous()
+    return parameters
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,193 @@
+"""Sharing out changes neither the numbers, nor what the dry run says they cost.
+
+`sharded_runs.py` makes the runs, on real processes; here they are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from tightfit.bill.table import Kind
+from tightfit.dry_run.ranks import fake_ranks
+from tightfit.engine.apply import fit
+from tightfit.errors import ConfigError, UnsupportedError
+from tightfit.policies import Policies, ShardingPolicy
+
+PROGRAM = Path(__file__).with_name("sharded_runs.py")
+
+
+def load_program() -> Any:
+    spec = spec_from_file_location("sharded_runs", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+runs = load_program()
+CASES = [(ranks, case) for ranks, cases in runs.CASES.items() for case in cases]
+# fp32 sums in another order, and what AdamW makes of it; bf16 gradients are rounded before sums.
+TOLERANCE = {"fp32": (1e-6, 1e-5), "bf16": (2e-3, 2e-2)}  # of norms, relative; of parameters
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs have left their results."""
+    folder = tmp_path_factory.mktemp("sharded")
+    done = subprocess.run(
+        [sys.executable, PROGRAM, folder],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def results(folder: Path) -> Any:
+    """Norms and tables, or parameters, of one run."""
+
+    def read(case: str, ranks: int, who: str) -> tuple[Any, dict[str, torch.Tensor]]:
+        name = runs.file_name(case, ranks, who)
+        text = (folder / f"{name}.json").read_text()
+        return json.loads(text), load_file(folder / f"{name}.safetensors")
+
+    return read
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_ranks_train_as_one_does(results: Any, ranks: int, case: str) -> None:
+    precision = "bf16" if "bf16" in case.split() else "fp32"
+    norm_tolerance, tolerance = TOLERANCE[precision]
+    alone, expected = results(case, ranks, "alone")
+    first, parameters = results(case, ranks, "0")
+    assert first["norms"] == pytest.approx(alone["norms"], rel=norm_tolerance, nan_ok=True)
+    assert parameters.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(parameters[name].float(), value.float(), 0, tolerance), name
+    assert math.isnan(first["norms"][runs.UNUSUAL]) == ("inf" in case.split())
+    assert any(norm > runs.OPTIMIZER.max_grad_norm for norm in first["norms"]) or "lora" in case
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_all_ranks_agree_to_the_bit(results: Any, ranks: int, case: str) -> None:
+    first, parameters = results(case, ranks, "0")
+    for rank in range(1, ranks):
+        other, others = results(case, ranks, str(rank))
+        assert str(other["norms"]) == str(first["norms"])  # nan is not nan
+        assert all(torch.equal(others[name], value) for name, value in parameters.items())
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_the_fake_rank_takes_what_a_real_one_does(results: Any, ranks: int, case: str) -> None:
+    """Byte for byte and kind for kind, at init and in the steady state.
+
+    gloo's thread may keep a buffer for a moment after it is done with it, which NCCL does not. So
+    of the last steps, which are all alike, the lowest counts.
+    """
+    fake, _ = results(case, ranks, "fake")
+    real, _ = results(case, ranks, "0")
+    assert real["tables"][""] == fake["tables"][""]
+    steady = str(runs.FAKE_STEPS - 1)
+    later = [real["tables"][str(step)] for step in range(runs.UNUSUAL + 1, runs.STEPS)]
+    for phase, tiers in fake["tables"][steady].items():
+        for tier, kinds in tiers.items():
+            lowest = min((table[phase][tier] for table in later), key=lambda k: sum(k.values()))
+            assert lowest == kinds, (phase, tier)
+
+
+SHARED = [(ranks, case) for ranks, case in CASES if not case.startswith("0")]
+
+
+@pytest.mark.parametrize(("ranks", "case"), SHARED)
+def test_no_rank_takes_more_than_the_first(results: Any, ranks: int, case: str) -> None:
+    """Rank 0 has the largest shards, so its bill is enough for all."""
+
+    def peak(rank: int, tier: str) -> int:
+        found, _ = results(case, ranks, str(rank))
+        tables = [found["tables"][str(step)] for step in range(runs.UNUSUAL + 1, runs.STEPS)]
+        return max(
+            min(sum(table[phase].get(tier, {}).values()) for table in tables)
+            for phase in ("forward", "backward", "step")
+        )
+
+    for tier in ("device", "host"):
+        assert peak(0, tier) > 0 or tier == "host"
+        assert all(peak(rank, tier) <= peak(0, tier) for rank in range(1, ranks))
+
+
+def kinds_at_peak(results: Any, case: str, phase: str) -> dict[str, int]:
+    found, _ = results(case, 2, "fake")
+    kinds: dict[str, int] = found["tables"][str(runs.FAKE_STEPS - 1)][phase]["device"]
+    return kinds
+
+
+def test_what_each_stage_shares(results: Any) -> None:
+    """The table in sharding.py, in numbers. P is of 61 x 16 + 3 layers + 16, all of four bytes."""
+    layer = 16 * (16 + 8 + 8 + 16) + 3 * 16 * 24 + 2 * 16
+    root = 61 * 16 + 16
+    whole = 4 * (3 * layer + root)
+    padded = 4 * (3 * layer + 62 * 16 + 16)
+    step = {stage: kinds_at_peak(results, str(stage), "step") for stage in (0, 1, 3)}
+    assert step[0][Kind.PARAMETERS] == whole
+    assert step[0][Kind.GRADIENTS] == whole
+    assert step[0].get(Kind.COLLECTIVES, 0) == 0
+    for stage in (1, 3):
+        assert step[stage][Kind.PARAMETERS] == padded // 2
+        assert step[stage][Kind.GRADIENTS] == padded // 2
+        states = step[stage][Kind.OPTIMIZER_STATES]
+        assert padded <= states < padded + 200  # and a step counter of each parameter
+    forward = kinds_at_peak(results, "1", "forward")
+    assert forward[Kind.COLLECTIVES] >= padded
+    assert kinds_at_peak(results, "3", "forward")[Kind.COLLECTIVES] < padded
+    assert kinds_at_peak(results, "1 accumulate chunk untied", "forward")[Kind.GRADIENTS] > padded
+
+
+def test_as_many_ranks_as_the_policy_says(make_model: Any) -> None:
+    policies = Policies(sharding=ShardingPolicy(2, 3))
+    with pytest.raises(ConfigError, match="for 2 ranks, and this is a process group of 1"):
+        fit(make_model(), policies)
+    with fake_ranks(3), pytest.raises(ConfigError, match=r"for 2 ranks.* process group of 3"):
+        fit(make_model(), policies)
+
+
+@pytest.mark.parametrize("sharding", [ShardingPolicy(2, 3, 2), ShardingPolicy(2, 0, 1, 2)])
+def test_data_parallel_only(make_model: Any, sharding: ShardingPolicy) -> None:
+    with pytest.raises(UnsupportedError, match="data-parallel ranks only"):
+        fit(make_model(), Policies(sharding=sharding))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_shares_with_nobody(make_model: Any, stage: int) -> None:
+    engine = fit(make_model(), Policies(sharding=ShardingPolicy(1, stage)))
+    assert type(engine.model) is LlamaForCausalLM
+
+
+def test_replicas_refuse_gradients_that_came_too_late(make_model: Any, make_batch: Any) -> None:
+    """They would be added to sums over all ranks, and be summed again."""
+    policies = replace(Policies(), sharding=ShardingPolicy(2, 0))
+    with fake_ranks(2):
+        engine = fit(make_model(), policies)
+        ids, labels = make_batch(0)
+        engine.backward(engine.loss(ids, labels, 30))
+        loss = engine.loss(ids, labels, 30)
+        with pytest.raises(ConfigError, match="more micro-batches than accumulation_steps"):
+            engine.backward(loss)
+        engine.discard_gradients()
+        engine.backward(engine.loss(ids, labels, 30))
+        assert engine.step() > 0
