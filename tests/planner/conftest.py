@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig, PretrainedConfig
 
-import tightfit.planner.pricing
-from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.disk import Disk
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
@@ -22,7 +19,7 @@ from tightfit.planner.plan import Plan
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
 from tightfit.planner.search import plan_job
-from tightfit.policies import OptimizerPolicy, Policies, Tier
+from tightfit.policies import Tier
 from tightfit.units import GIB
 
 WORKLOAD = Workload(sequence_length=128, global_batch_size=2)
@@ -40,27 +37,6 @@ def config() -> PretrainedConfig:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def remembered_dry_runs() -> Iterator[None]:
-    """A dry run is a function of its arguments; the suite needs each only once."""
-
-    known: dict[object, DryRun] = {}
-
-    def remembered(
-        config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool
-    ) -> DryRun:
-        extrapolates = config.num_hidden_layers > 3 and not full_depth
-        shape = replace(policies, optimizer=OptimizerPolicy())
-        key = (config.to_json_string(), shape, workload, extrapolates)
-        if key not in known:
-            known[key] = dry_run(config, policies, workload, full_depth=full_depth)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tightfit.planner.pricing, "dry_run", remembered)
-        yield
 
 
 def make_rates(**given: float) -> Rates:

@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
 
-from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.job import Job
-from tightfit.facts.workload import Workload
-from tightfit.planner import pricing, search
+from tightfit.planner import search
 from tightfit.planner.plan import Plan
 from tightfit.planner.rates import Rates
-from tightfit.policies import OptimizerPolicy, Policies
 from tightfit.training.run import PreparedRun, RunResult, make_plan, prepare, train
-
-
-@pytest.fixture(scope="session", autouse=True)
-def remembered_dry_runs() -> Iterator[None]:
-    """A dry run is a function of its arguments; the suite needs each only once.
-
-    The tiny model is never extrapolated, so `full_depth` makes no difference to it.
-    """
-    known: dict[object, DryRun] = {}
-
-    def remembered(
-        config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool
-    ) -> DryRun:
-        shape = replace(policies, optimizer=OptimizerPolicy())
-        work = replace(workload, average_sequence_length=0.0)
-        key = (config.to_json_string(), shape, work)
-        if key not in known:
-            known[key] = dry_run(config, policies, workload, full_depth=True)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pricing, "dry_run", remembered)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -23,26 +22,23 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, MemoryTable, Phase
-from tightfit.dry_run import (
-    DTYPES,
-    _layer_patterns,
-    _period,
-    _shallow_depth,
-    _with_depth,
-    dry_run,
-    load_config,
-)
+from tightfit.dry_run import dry_run
+from tightfit.dry_run.config import load_config
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
+from tightfit.engine.precision import DTYPES
 from tightfit.errors import InputError
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Ledger
 from tightfit.policies import (
     AdapterPolicy,
+    AttentionKernel,
+    AttentionPolicy,
     BatchPolicy,
     CheckpointingPolicy,
     LossKind,
@@ -81,6 +77,22 @@ CONFIGS: dict[str, PretrainedConfig] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
+    "moe": Qwen3MoeConfig(
+        **{**SIZES, "num_hidden_layers": 8},
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+    ),
+    "late-moe": Qwen3MoeConfig(
+        **SIZES,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+    ),
     "gemma2": Gemma2Config(**{**SIZES, "num_hidden_layers": 8}, **WINDOW, head_dim=8),
 }
 WORKLOAD = Workload(
@@ -96,6 +108,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "chunk": {"loss": LossPolicy(LossKind.CHUNKED, 20)},
     "host": {"placement": PlacementPolicy(Tier.HOST, Tier.HOST)},
     "lora": {"adapter": AdapterPolicy(rank=2)},
+    "selective": {"checkpointing": CheckpointingPolicy(True, 2)},
+    "eager": {"attention": AttentionPolicy(AttentionKernel.EAGER)},
     "bf16": {"precision": PrecisionPolicy("bf16")},
 }
 CASES = [
@@ -108,9 +122,15 @@ CASES = [
     "mistral host chunk checkpoint",
     "gpt2 accumulate",
     "gpt2 checkpoint lora",
-    "gemma2 checkpoint",
+    "gemma2 checkpoint eager",
+    "moe",
+    "moe selective",
+    "late-moe lora checkpoint",
+    "qwen3 selective host",
+    "llama eager",
 ]
-MEASURED = [phase for phase in Phase if phase is not Phase.SAVE]  # saving is not the engine's
+# Saving and resuming are not the engine's.
+MEASURED = [phase for phase in Phase if phase not in (Phase.SAVE, Phase.RESUME)]
 
 
 def policies_of(case: str) -> Policies:
@@ -270,35 +290,6 @@ def test_a_dry_run_allocates_and_changes_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert torch.zeros(1).item() == 0, "no mode is left behind"
     assert ledger.active() is None
-
-
-@pytest.mark.parametrize(
-    ("pattern", "period", "shallow"),
-    [
-        ("ffffff", 1, 2),
-        ("sfsfsf", 2, 4),
-        ("sfsfsfs", 2, 5),
-        ("sssssf" * 4, 6, 12),
-        ("sssssf" * 4 + "ss", 6, 8),
-        ("dmmmmm", 6, 12),  # a first layer of its own: nothing repeats, so all layers are run
-    ],
-)
-def test_depths_are_whole_periods_apart(pattern: str, period: int, shallow: int) -> None:
-    depth = len(pattern)
-    assert _period({"layer_types": list(pattern)}, depth) == period
-    assert _shallow_depth(depth, period) == shallow
-    assert (depth - shallow) % period == 0 or depth <= shallow + period
-    assert period == 1 or shallow >= period + 2
-
-
-def test_shallow_configs_keep_their_pattern() -> None:
-    config = Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 26}, **WINDOW, head_dim=8)
-    patterns = _layer_patterns(config)
-    assert _period(patterns, 26) == 6
-    cut = _with_depth(config, 8)
-    assert cut.num_hidden_layers == 8
-    assert cut.layer_types == config.layer_types[:8]
-    assert len(set(cut.layer_types)) == 2
 
 
 def test_config_json_becomes_a_config() -> None:

@@ -1,0 +1,75 @@
+"""From the content of a config.json to a config of transformers, and from that to a model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tightfit.errors import InputError, UnsupportedError
+
+# What transformers raises, somewhere inside, on values that it does not check.
+_BAD_VALUE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    ZeroDivisionError,
+    RuntimeError,
+    IndexError,
+)
+
+
+def load_config(config: dict[str, Any]) -> PretrainedConfig:
+    """A transformers config from the content of a config.json.
+
+    Raises:
+        InputError: transformers does not accept a value of it.
+        UnsupportedError: transformers has no causal language model of this type.
+    """
+    model_type = config["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; "
+            "install a newer one, or name another model (code from a model folder is never run)"
+        )
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        loaded = AutoConfig.for_model(model_type, **fields)
+    except (StrictDataclassError, *_BAD_VALUE) as error:
+        raise InputError(f"config.json of a {model_type} model: {_one_line(error)}") from None
+    if type(loaded) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(loaded, "num_hidden_layers"):
+        raise UnsupportedError(
+            f"model_type {model_type!r} is not that of a causal language model of text alone; "
+            "name the text part of a model that has several"
+        )
+    return loaded
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config, with whatever its weights are at first.
+
+    Raises:
+        InputError: transformers cannot build it.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype
+        )
+    except _BAD_VALUE as error:
+        raise InputError(
+            f"config.json of a {config.model_type} model: transformers cannot build it: "
+            f"{_one_line(error)}"
+        ) from error
+    return model

@@ -1,0 +1,80 @@
+"""What lets a program written for real tensors run on fake ones.
+
+A `FakeTensorMode` gives every tensor a shape and no storage. Where a program reads a value, asks
+for what only real values tell, or moves a module, it gets the answer that a real run would get.
+Knows nothing of engines or bills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers.masking_utils
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Every tensor made inside is a fake one."""
+    fakes = (FakeTensorMode(), _AsRealTensors())  # type: ignore[no-untyped-call]
+    with _no_packing_check(), _no_module_moves(), fakes[0], fakes[1]:
+        yield
+
+
+class _AsRealTensors(TorchDispatchMode):
+    """Answers what fake tensors do not.
+
+    Where a program reads a value it gets one: finite, true, positive. Grouped products (of
+    experts) are there for every type, as they are for real tensors; torch 2.13 fakes them for
+    bf16 alone.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See `Ledger`."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer, or leave it to the fake mode below."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype is torch.bool else 1
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            left, right = (matrix.to(torch.bfloat16) for matrix in args[:2])
+            return func(left, right, *args[2:], **(kwargs or {})).to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_packing_check() -> Iterator[None]:
+    """Transformers looks at position ids to find packed samples; fake ones cannot be looked at.
+
+    tightfit's batches are not packed, for which the real check answers None as well.
+    """
+    original = transformers.masking_utils.find_packed_sequence_indices
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        transformers.masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
+def _no_module_moves() -> Iterator[None]:
+    """`Module.to` swaps parameters, which fake ones refuse; here all are where they belong."""
+    original = nn.Module.to
+    nn.Module.to = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.to = original  # type: ignore[method-assign]

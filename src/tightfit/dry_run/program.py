@@ -1,0 +1,148 @@
+"""What a training run does, once each: load, resume, a step, an evaluation, an answer, a save.
+
+Loading and saving are done by libraries that fake tensors cannot follow to the disk; here they
+allocate what those do, as their sources say.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from tightfit import ledger
+from tightfit.bill.table import Kind, Phase
+from tightfit.engine.engine import Engine
+from tightfit.facts.workload import Workload
+from tightfit.ledger import Kinds, Ledger, local_part
+from tightfit.policies import Policies, Tier
+
+LOADING_THREADS = 4  # of transformers (core_model_loading.GLOBAL_WORKERS), one tensor each
+
+
+def load(model: PreTrainedModel, counting: Ledger, *, card: bool) -> None:
+    """Weights arrive one by one, through the host where there is a card."""
+    ledger.set_phase(Phase.LOAD)
+    counting.adopt(model)
+    if card:
+        largest = max(_bytes(parameter) for parameter in model.parameters())
+        with ledger.labelled(Kind.TRANSFER, Tier.HOST):
+            on_their_way = torch.empty(LOADING_THREADS * largest, dtype=torch.uint8)
+        del on_their_way
+
+
+def load_shards(engine: Engine, *, card: bool) -> dict[Tier, Kinds]:
+    """What a rank holds while weights stream into its shards: they, and the largest tensor whole,
+    read on the host and cut on the device."""
+    parameters = list(engine.model.parameters())
+    largest = max(p.numel() * p.element_size() for p in parameters)
+    buffers = sum(map(_bytes, engine.model.buffers()))
+    shards = sum(_bytes(local_part(parameter)) for parameter in parameters)
+    device = {
+        Kind.PARAMETERS: shards,
+        Kind.COLLECTIVES: largest,
+        Kind.BUFFERS: buffers,
+    }
+    host = {Kind.TRANSFER: LOADING_THREADS * largest} if card else {}
+    return {tier: {} for tier in Tier} | {Tier.DEVICE: device, Tier.HOST: host}
+
+
+def resume(engine: Engine) -> None:
+    """The states of a checkpoint are read one by one into those that were just made; adapters
+    are read at once (training/checkpoint.py)."""
+    parameters = list(engine.model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    read = max(4 * local_part(p).numel() for p in trained)  # states are fp32
+    if len(trained) < len(parameters):
+        read = max(read, sum(_bytes(local_part(p)) for p in trained))
+    with ledger.phase(Phase.RESUME), ledger.labelled(Kind.BUFFERS, Tier.HOST):
+        states = torch.empty(read, dtype=torch.uint8)
+        del states
+
+
+def save(engine: Engine, policies: Policies, *, card: bool) -> None:
+    """Files are written from where tensors are; those of a card are copied to the host first, a
+    file at a time (safetensors 0.8, `_flatten_as_ptr`)."""
+    ledger.set_phase(Phase.SAVE)
+    if not card:
+        return
+    trained = [p for p in engine.model.parameters() if p.requires_grad]
+    copied = sum(_bytes(local_part(p)) for p in trained)
+    if policies.placement.optimizer_states is Tier.DEVICE:
+        states = (state for p in trained for state in engine.optimizer.state[p].values())
+        copied = max(copied, sum(map(_bytes, states)))
+    with ledger.labelled(Kind.BUFFERS, Tier.HOST):
+        copies = torch.empty(copied, dtype=torch.uint8)
+    del copies
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def train_step(engine: Engine, policies: Policies, workload: Workload) -> None:
+    """The second micro-batch already sees what accumulates, so two stand for any number.
+
+    They are counted apart: with few layers the first may take more, with many the second.
+    """
+    counting = ledger.active()
+    for index in range(policies.batch.accumulation_steps):
+        if counting is not None:
+            counting.chapter = "later micro-batch, " * index
+        input_ids, labels = fake_batch(policies.batch.micro_batch_size, workload.sequence_length)
+        loss = engine.loss(input_ids, labels, workload.tokens_per_step)
+        engine.backward(loss)
+        del loss
+    if counting is not None:
+        counting.chapter = ""
+    engine.step()
+
+
+def evaluate(engine: Engine, workload: Workload) -> None:
+    """The loss of one batch of the longest held-out sequences, if any are held out."""
+    if workload.evaluation_sequence_length:
+        input_ids, labels = fake_batch(
+            workload.evaluation_batch_size, workload.evaluation_sequence_length
+        )
+        engine.evaluation_loss(input_ids, labels)
+
+
+@torch.no_grad()
+def generate(engine: Engine, workload: Workload) -> None:
+    """The prompt, and the last token of the answer, when the cache is longest."""
+    if not workload.prompt_length:
+        return
+    with ledger.phase(Phase.EVAL):
+        engine.model.eval()
+        _answer(engine, workload)
+        engine.model.train()
+
+
+def _answer(engine: Engine, workload: Workload) -> None:
+    # What `generate` keeps beside the cache: tokens, mask, positions, and one of them as it grows.
+    tokens, others = fake_batch(2, workload.prompt_length + workload.max_new_tokens)
+    prompt = tokens[:1, : workload.prompt_length]
+    cache = engine.model(input_ids=prompt, use_cache=True, logits_to_keep=1).cache
+    if workload.max_new_tokens > 1:
+        _lengthen(cache, workload.max_new_tokens - 2)
+        engine.model(input_ids=tokens[:1, :1], cache=cache, use_cache=True)
+    del others
+
+
+def _lengthen(cache: Cache, tokens: int) -> None:
+    """Put so many tokens into a cache, as if they had been generated one by one."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, CacheLayerMixin) and layer.keys is not None:
+            assert layer.values is not None
+            keys, values = (
+                old.new_zeros(*old.shape[:-2], tokens, old.shape[-1])
+                for old in (layer.keys, layer.values)
+            )
+            cache.update(keys, values, index)
+
+
+def fake_batch(batch_size: int, sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and labels `[batch, seq]`, booked as the training loop books them."""
+    with ledger.labelled(Kind.BUFFERS):
+        shape = (batch_size, sequence_length)
+        return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)

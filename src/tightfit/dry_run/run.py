@@ -1,0 +1,182 @@
+"""One dry run, from a config to its result: at full depth, or at two depths and a line."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from tightfit import ledger
+from tightfit.bill.runtime import Capability
+from tightfit.bill.table import Kind, Phase
+from tightfit.dry_run.allocator import CachingAllocator
+from tightfit.dry_run.assumed import exchange_states, in_flight, nearest, tensors_of
+from tightfit.dry_run.config import build_model
+from tightfit.dry_run.depth import SHALLOW, depths_of, extrapolate, with_depth
+from tightfit.dry_run.fakes import fake_tensors
+from tightfit.dry_run.kernels import card_kernels
+from tightfit.dry_run.pinned import pinned_host
+from tightfit.dry_run.program import evaluate, generate, load, load_shards, resume, save, train_step
+from tightfit.dry_run.ranks import fake_ranks
+from tightfit.dry_run.result import DryRun, Shape
+from tightfit.dry_run.sections import follow_layers
+from tightfit.dry_run.slices import pipeline_slice, tensor_slice
+from tightfit.engine.adapter import import_library
+from tightfit.engine.apply import fit
+from tightfit.engine.layers import decoder_layers
+from tightfit.engine.precision import DTYPES
+from tightfit.engine.quantisation import apply_quantisation
+from tightfit.facts.workload import Workload
+from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
+from tightfit.policies import Policies, Tier
+
+Sections = dict[Section, dict[Tier, Kinds]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run, whatever the depth."""
+
+    policies: Policies
+    workload: Workload
+    card: Capability | None
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What a ledger saw, and what torch's allocator on a card would hold beyond it."""
+
+    sections: Sections
+    allocator_bytes: int
+
+
+def run(
+    config: PretrainedConfig,
+    wanted: Policies,
+    workload: Workload,
+    *,
+    full_depth: bool,
+    card: Capability | None,
+) -> DryRun:
+    """See `dry_run`."""
+    chosen = nearest(wanted)
+    job = Job(_briefly(chosen.policies), workload, card)
+    whole = tensor_slice(config, wanted.sharding.tensor_parallel)
+    stage = pipeline_slice(whole, wanted.sharding.pipeline_parallel)
+    leaves = wanted.placement.activations is not Tier.DEVICE
+    counted = _counted(stage, job, full_depth=full_depth and not leaves, activations_leave=leaves)
+    table = table_of_sections(counted.sections)
+    if card is not None:
+        table = table.plus(Tier.DEVICE, Kind.ALLOCATOR, counted.allocator_bytes)
+    if chosen.notes:
+        shapes = tensors_of(stage, wanted), tensors_of(whole, wanted)
+        table = exchange_states(table, job.policies, wanted, *shapes)
+        table = in_flight(table, wanted)
+    tensors = tensors_of(config, wanted)
+    return DryRun(
+        table,
+        tensors.count(trainable=True),
+        tensors.count(trainable=False),
+        tensors.count(trainable=False, quantised=True),
+        Shape(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.vocab_size,
+            bool(config.tie_word_embeddings),
+        ),
+        chosen.notes,
+    )
+
+
+def _counted(
+    config: PretrainedConfig, job: Job, *, full_depth: bool, activations_leave: bool
+) -> _Counted:
+    """At full depth, or at two depths and along a line.
+
+    What the allocator wastes depends on how blocks happen to lie and follows no line: the most of
+    both depths is taken.
+    """
+    depths = depths_of(config, _shallow(job.policies), every=job.policies.checkpointing.every)
+    if full_depth or not depths.steps:
+        return _program(config, job)
+    few = _program(with_depth(config, depths.few), job)
+    more = _program(with_depth(config, depths.more), job)
+    sections = {
+        section: _along(tiers, more.sections[section], depths.steps)
+        for section, tiers in few.sections.items()
+    }
+    if activations_leave:
+        for section, tiers in sections.items():
+            _leave(tiers, more.sections[section][Tier.DEVICE].get(Kind.ACTIVATIONS, 0))
+    return _Counted(sections, max(few.allocator_bytes, more.allocator_bytes))
+
+
+def _briefly(policies: Policies) -> Policies:
+    """Two micro-batches stand for any number: the second sees what accumulates."""
+    batch = policies.batch
+    steps = min(batch.accumulation_steps, 2)
+    return replace(policies, batch=replace(batch, accumulation_steps=steps))
+
+
+def _shallow(policies: Policies) -> int:
+    """Layers before a run is in its steady state: where layers are gathered, the next is too."""
+    return SHALLOW if policies.sharding.ranks == 1 else SHALLOW + 1
+
+
+def _along(few: dict[Tier, Kinds], more: dict[Tier, Kinds], steps: int) -> dict[Tier, Kinds]:
+    return {tier: extrapolate(few[tier], more[tier], steps) for tier in Tier}
+
+
+def _leave(tiers: dict[Tier, Kinds], resident: int) -> None:
+    """Send activations to the host, all but those of the last few layers."""
+    kept = min(resident, tiers[Tier.DEVICE].get(Kind.ACTIVATIONS, 0))
+    leaving = tiers[Tier.DEVICE].get(Kind.ACTIVATIONS, 0) - kept
+    tiers[Tier.DEVICE] = {**tiers[Tier.DEVICE], Kind.ACTIVATIONS: kept}
+    if leaving:
+        tiers[Tier.PINNED] = {**tiers[Tier.PINNED], Kind.ACTIVATIONS: leaving}
+
+
+def _program(config: PretrainedConfig, job: Job) -> _Counted:
+    """Everything a training run does, once, on fake tensors."""
+    policies, card = job.policies, job.card
+    if policies.adapter is not None:
+        import_library()
+    with ExitStack() as stack:
+        stack.enter_context(fake_ranks(policies.sharding.ranks))
+        stack.enter_context(fake_tensors())
+        model = build_model(config, DTYPES[policies.precision.parameters])
+        apply_quantisation(model, policies.quantisation)  # while it streams in
+        layers = decoder_layers(model)
+        counting = stack.enter_context(Ledger())
+        if card is not None:
+            stack.enter_context(card_kernels(card))
+            stack.enter_context(pinned_host())
+        load(model, counting, card=card is not None)
+        engine = fit(model, policies)
+        allocator = CachingAllocator(expandable_segments=True)
+        if card is not None:
+            counting.replay_device(allocator.resize)
+        resume(engine)
+        follow_layers(layers, counting)
+        train_step(engine, policies, job.workload)
+        with ledger.phase(Phase.FORWARD):
+            pass  # the next step begins with what this one has left
+        evaluate(engine, job.workload)
+        generate(engine, job.workload)
+        save(engine, policies, card=card is not None)
+        sections = counting.sections()
+        if policies.sharding.ranks > 1:
+            # The model stood here whole before it was shared out; in a run it streams into shards.
+            sections[Phase.LOAD, ""] = load_shards(engine, card=card is not None)
+            sections[Phase.INIT, ""] = {**sections[Phase.RESUME, ""], Tier.HOST: {}}
+    return _Counted(sections, allocator.max_reserved_bytes - _device_peak(sections))
+
+
+def _device_peak(sections: Sections) -> int:
+    """Of what was replayed: all but loading."""
+    return max(
+        sum(tiers[Tier.DEVICE].values())
+        for (phase, _), tiers in sections.items()
+        if phase not in (Phase.LOAD, Phase.INIT)
+    )

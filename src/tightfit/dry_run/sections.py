@@ -1,0 +1,53 @@
+"""Sections of a ledger that follow a model's layers, so that each can be extrapolated by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.bill.table import Phase
+from tightfit.ledger import Ledger
+
+
+def follow_layers(layers: nn.ModuleList, counting: Ledger) -> None:
+    """Open a section of the ledger at each layer, in forward and in backward."""
+    last = len(layers) - 1
+    for index, layer in enumerate(layers):
+        name = "first layer" if index == 0 else "last layer" if index == last else "middle layers"
+        layer.register_forward_pre_hook(_enter(counting, name))
+        layer.register_forward_hook(_leave(counting, name, is_last=index == last))
+
+
+def _enter(counting: Ledger, name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        phase = counting.section[0]
+        counting.set_section(phase, name)
+        if phase is Phase.FORWARD and name == "first layer" and inputs:
+            _when_gradient_arrives(inputs[0], counting, "embedding")
+
+    return hook
+
+
+def _leave(counting: Ledger, name: str, *, is_last: bool) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        phase = counting.section[0]
+        if phase is Phase.BACKWARD:  # a checkpointed layer that is being recomputed
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        if phase is Phase.FORWARD:
+            _when_gradient_arrives(hidden, counting, name)
+        if is_last:
+            counting.set_section(phase, "head")
+
+    return hook
+
+
+def _when_gradient_arrives(tensor: torch.Tensor, counting: Ledger, name: str) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        counting.set_section(Phase.BACKWARD, name)
+
+    if tensor.requires_grad:
+        tensor.register_hook(hook)

@@ -1,0 +1,151 @@
+"""What the engine cannot do yet is priced, and said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.dry_run import DryRun, dry_run
+from tightfit.dry_run.assumed import in_flight, nearest, tensors_of
+from tightfit.facts.workload import Workload
+from tightfit.policies import (
+    AdapterPolicy,
+    BatchPolicy,
+    CheckpointingPolicy,
+    OptimizerName,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    QuantisationPolicy,
+    ShardingPolicy,
+    Tier,
+)
+
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=8,
+    num_attention_heads=4, num_key_value_heads=2, pad_token_id=None,
+)  # fmt: skip
+WORKLOAD = Workload(16, 2, evaluation_sequence_length=16)
+
+
+def run(**policies: Any) -> DryRun:
+    return dry_run(CONFIG, Policies(**policies), WORKLOAD)
+
+
+def step(table: MemoryTable, tier: Tier = Tier.DEVICE) -> Mapping[Kind, int]:
+    return table.peaks[Phase.STEP].get(tier, {})
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        Policies(),
+        Policies(adapter=AdapterPolicy(), quantisation=QuantisationPolicy()),
+        Policies(placement=PlacementPolicy(Tier.HOST, Tier.HOST)),
+        Policies(sharding=ShardingPolicy(4, 3)),
+        Policies(precision=PrecisionPolicy("bf16")),
+    ],
+)
+def test_what_the_engine_can_do_is_run_as_it_is(policies: Policies) -> None:
+    assert nearest(policies).policies == policies
+    assert nearest(policies).notes == ()
+
+
+def test_other_optimizers_change_their_states_alone() -> None:
+    plain = run()
+    values = plain.trainable
+    for name, width in ((OptimizerName.SGD, 0), (OptimizerName.LION, 4)):
+        other = run(optimizer=OptimizerPolicy(name))
+        assert "optim" in other.notes[0]
+        states = step(other.table).get(Kind.OPTIMIZER_STATES, 0)
+        assert abs(states - width * values) <= 4 * 100, "but for counters of steps"
+        assert step(other.table)[Kind.PARAMETERS] == step(plain.table)[Kind.PARAMETERS]
+        assert step(other.table)[Kind.GRADIENTS] == step(plain.table)[Kind.GRADIENTS]
+
+
+def test_parameters_that_leave_are_on_the_host() -> None:
+    away = PlacementPolicy(Tier.HOST, Tier.HOST, parameters=Tier.HOST)
+    plain = run(placement=PlacementPolicy(Tier.HOST, Tier.HOST))
+    streamed = run(placement=away)
+    assert Kind.PARAMETERS not in step(streamed.table)
+    assert step(streamed.table, Tier.HOST)[Kind.PARAMETERS] == 4 * streamed.trainable
+    resident = step(streamed.table)[Kind.COLLECTIVES]
+    assert 0 < resident < step(plain.table)[Kind.PARAMETERS]
+
+
+def test_states_on_disk_leave_buffers_on_the_host() -> None:
+    table = run(placement=PlacementPolicy(Tier.HOST, Tier.NVME)).table
+    assert step(table, Tier.NVME)[Kind.OPTIMIZER_STATES] >= 8 * run().trainable
+    assert step(table, Tier.PINNED)[Kind.TRANSFER] > 0
+    assert Kind.OPTIMIZER_STATES not in step(table, Tier.HOST)
+
+
+def test_activations_that_leave_are_the_same_in_all() -> None:
+    for checkpointing in (CheckpointingPolicy(), CheckpointingPolicy(True)):
+        here = run(checkpointing=checkpointing).table
+        gone = run(
+            checkpointing=checkpointing, placement=PlacementPolicy(activations=Tier.HOST)
+        ).table
+        before = here.peaks[Phase.FORWARD][Tier.DEVICE][Kind.ACTIVATIONS]
+        kept = gone.peaks[Phase.FORWARD][Tier.DEVICE][Kind.ACTIVATIONS]
+        sent = gone.peaks[Phase.FORWARD][Tier.PINNED][Kind.ACTIVATIONS]
+        assert kept + sent == before
+        assert kept < before
+
+
+def test_eight_bits_are_twice_four() -> None:
+    lora = AdapterPolicy(rank=2)
+    four, eight = (run(adapter=lora, quantisation=QuantisationPolicy(bits)) for bits in (4, 8))
+    assert four.quantised == eight.quantised > 0
+    more = step(eight.table)[Kind.PARAMETERS] - step(four.table)[Kind.PARAMETERS]
+    assert more == pytest.approx(four.quantised / 2, rel=0.15)
+
+
+def test_tensor_parallel_ranks_share_the_matrices() -> None:
+    one, two = run(), run(sharding=ShardingPolicy(2, tensor_parallel=2))
+    assert two.trainable == one.trainable, "over all ranks"
+    parameters = step(two.table)[Kind.PARAMETERS]
+    assert 2 * one.trainable < parameters < 2.1 * one.trainable
+    assert step(two.table)[Kind.OPTIMIZER_STATES] == pytest.approx(2 * parameters, rel=0.01)
+    activations = [t.table.peaks[Phase.FORWARD][Tier.DEVICE][Kind.ACTIVATIONS] for t in (one, two)]
+    assert activations[0] / 2 < activations[1] < activations[0]
+
+
+def test_a_pipeline_stage_holds_its_layers_and_what_is_in_flight() -> None:
+    batch = BatchPolicy(1, 2)
+    whole = run(batch=batch)
+    stage = run(batch=batch, sharding=ShardingPolicy(2, pipeline_parallel=2))
+    ratio = step(stage.table)[Kind.PARAMETERS] / step(whole.table)[Kind.PARAMETERS]
+    assert 0.5 <= ratio < 0.65
+    logits = stage.table.peaks[Phase.BACKWARD][Tier.DEVICE].get(Kind.LOGITS, 0)
+    assert logits in (0, whole.table.peaks[Phase.BACKWARD][Tier.DEVICE].get(Kind.LOGITS, 0))
+
+
+def test_the_first_stage_has_every_micro_batch_and_the_last_the_logits() -> None:
+    kinds = {Kind.ACTIVATIONS: 10, Kind.LOGITS: 25, Kind.PARAMETERS: 5}
+    table = MemoryTable({phase: {Tier.DEVICE: kinds} for phase in (Phase.FORWARD, Phase.STEP)})
+    policies = Policies(batch=BatchPolicy(1, 8), sharding=ShardingPolicy(4, pipeline_parallel=4))
+    first = in_flight(table, policies).peaks
+    assert first[Phase.FORWARD][Tier.DEVICE] == {Kind.ACTIVATIONS: 40, Kind.PARAMETERS: 5}
+    assert first[Phase.STEP][Tier.DEVICE] == kinds
+    fewer = replace(policies, batch=BatchPolicy(1, 2))
+    assert in_flight(table, fewer).peaks[Phase.FORWARD][Tier.DEVICE] == kinds
+
+
+def test_shapes_are_those_of_the_model_with_its_adapters() -> None:
+    tensors = tensors_of(CONFIG, Policies(adapter=AdapterPolicy(rank=2)))
+    assert len(tensors.layers) == 8
+    trained = tensors.count(trainable=True)
+    assert trained == run(adapter=AdapterPolicy(rank=2)).trainable
+    packed = tensors_of(
+        CONFIG, Policies(adapter=AdapterPolicy(rank=2), quantisation=QuantisationPolicy())
+    )
+    assert packed.count(trainable=True) == trained
+    everything = packed.count(trainable=False) + packed.count(trainable=False, quantised=True)
+    assert everything == tensors.count(trainable=False)

@@ -1,0 +1,43 @@
+"""A process group of one that passes for many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tightfit.dry_run.ranks import fake_ranks
+
+
+def test_one_process_is_the_first_of_many() -> None:
+    with fake_ranks(8):
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 8)
+        gathered = torch.empty(8 * 3)
+        dist.all_gather_single(gathered, torch.ones(3))
+    assert not dist.is_initialized()
+
+
+def test_one_rank_needs_no_group() -> None:
+    with fake_ranks(1):
+        assert not dist.is_initialized()
+
+
+def test_an_error_leaves_no_group_behind() -> None:
+    with pytest.raises(ValueError, match="inside"), fake_ranks(2):
+        raise ValueError("inside")
+    assert not dist.is_initialized()
+
+
+def test_a_real_group_is_left_alone(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="start a process for it"), fake_ranks(2):
+            pass
+        with fake_ranks(1):
+            assert dist.get_backend() == "gloo"
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
