@@ -12,9 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from tightfit.dry_run import DTYPES, load_config
+from tightfit.dry_run.config import load_config
 from tightfit.engine.apply import fit as apply_policies
 from tightfit.engine.engine import Engine
+from tightfit.engine.precision import DTYPES
 from tightfit.errors import ConfigError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job

@@ -10,10 +10,12 @@ import pytest
 
 from tightfit.cli.main import main
 
+KEYS = {
+    "fits", "limits", "peak_bytes", "phases", "kinds", "bill", "textbook", "plan", "parameters",
+    "card", "notes", "machine_bytes",
+}  # fmt: skip
 JobFile = Callable[..., str]
 Captured = pytest.CaptureFixture[str]
-
-pytestmark = pytest.mark.usefixtures("no_measuring")
 
 
 def test_it_exits_with_0_where_it_does_not_fit(tiny_model_folder: Path, capsys: Captured) -> None:
@@ -21,11 +23,11 @@ def test_it_exits_with_0_where_it_does_not_fit(tiny_model_folder: Path, capsys: 
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
-    assert found["alternatives"] == []
-    assert found["peak_bytes"] == found["plain_peak_bytes"]
+    assert set(found) == KEYS
+    assert found["notes"] == []
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "parameters trained, fp32" in out
+    assert "parameters trained, fp32; textbook model states" in out
     assert "missing" in out
     assert "Bill of micro-batch 1 x 1, 32 tokens" in out
 
@@ -67,3 +69,89 @@ def test_a_model_that_is_not_there(capsys: Captured) -> None:
     assert out == ""
     assert "nowhere/model" in err
     assert "Looked for" in err
+
+
+def test_every_way_to_share_out_is_compared(tiny_model_folder: Path, capsys: Captured) -> None:
+    argv = ["estimate", str(tiny_model_folder), "--cutoff_len", "32", "--num_gpus", "4"]
+    assert main([*argv, "--compare", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [row["name"] for row in found["compare"]]
+    assert names[:2] == ["DDP", "DDP, optimizer on host"]
+    assert len(names) == 9
+    assert main([*argv, "--compare"]) == 0
+    out = capsys.readouterr().out
+    assert "on 4 cards" in out
+    for stage in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
+        assert stage in out
+
+
+def test_the_picture_is_a_new_file(
+    tiny_model_folder: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    picture = tmp_path / "bill.html"
+    argv = ["estimate", str(tiny_model_folder), "--cutoff_len", "32", "--html", str(picture)]
+    assert main(argv) == 0
+    page = picture.read_text()
+    assert "<html" in page
+    assert "optimizer states" in page
+    assert main(argv) == 2
+    assert "bill.html" in capsys.readouterr().err
+    assert picture.read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (["--optim", "adafactor"], "optim adafactor: closed form"),
+        (["--offload_param", "cpu"], "offload_param to host: closed form"),
+        (["--num_gpus", "2", "--tensor_parallel_size", "2"], "tensor_parallel_size 2: closed form"),
+        (["--num_gpus", "1"], "no card here"),
+    ],
+)
+def test_what_is_assumed_is_said(
+    tiny_model_folder: Path, capsys: Captured, flags: list[str], note: str
+) -> None:
+    argv = ["estimate", str(tiny_model_folder), "--cutoff_len", "32", *flags]
+    assert main([*argv, "--json"]) == 0
+    assert any(note in said for said in json.loads(capsys.readouterr().out)["notes"])
+    assert main(argv) == 0
+    assert f"note: {note}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--precision", "fp16"],
+        ["--gradient_checkpointing", "selective"],
+        ["--attention", "eager"],
+        ["--attention", "flash", "--precision", "bf16", "--num_gpus", "1"],
+        ["--finetuning_type", "qlora"],
+        ["--finetuning_type", "lora", "--quantization_bit", "8"],
+        ["--num_gpus", "2", "--zero_stage", "0"],
+        ["--num_gpus", "2", "--zero_stage", "1", "--gradient_accumulation_steps", "2"],
+        ["--num_gpus", "2", "--zero_stage", "2", "--offload_optimizer", "nvme"],
+        ["--num_gpus", "4", "--zero_stage", "3", "--tensor_parallel_size", "2"],
+        ["--num_gpus", "2", "--pipeline_parallel_size", "2", "--offload_activations"],
+        ["--offload_param", "nvme", "--offload_optimizer", "cpu"],
+        ["--optim", "adamw_8bit"],
+        ["--loss", "chunked", "--optim", "sgd"],
+    ],
+    ids=" ".join,
+)
+def test_every_key_of_a_paper_can_be_typed(
+    tiny_model_folder: Path, capsys: Captured, flags: list[str]
+) -> None:
+    argv = ["estimate", str(tiny_model_folder), "--cutoff_len", "32", "--json", *flags]
+    assert main(argv) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert found["peak_bytes"]["device"] > 0
+
+
+def test_a_sequence_longer_than_the_positions_is_an_assumption(
+    tiny_model_folder: Path, capsys: Captured
+) -> None:
+    argv = ["estimate", str(tiny_model_folder), "--cutoff_len", "100000", "--json"]
+    config = json.loads((tiny_model_folder / "config.json").read_text())
+    assert config["max_position_embeddings"] < 100000
+    assert main([*argv, "--loss", "chunked"]) == 0
+    assert any("positions" in note for note in json.loads(capsys.readouterr().out)["notes"])

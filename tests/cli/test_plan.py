@@ -65,7 +65,9 @@ def test_the_object(job_file: JobFile, capsys: Captured) -> None:
         assert peak == sum(found["kinds"].get(tier, {}).values())
     assert found["plan"] == {
         "batch": "2 x 1", "gradient_checkpointing": "false", "loss": "full",
-        "offload_optimizer": "cpu", "precision": "fp32", "finetuning_type": "full",
+        "attention": "sdpa", "offload_optimizer": "cpu", "offload_param": "none",
+        "offload_activations": "false", "precision": "fp32", "optim": "adamw",
+        "finetuning_type": "full",
     }  # fmt: skip
     parts = dict(found["step_seconds_by_part"])
     assert parts.pop("total") == found["step_seconds"] == pytest.approx(sum(parts.values()))
@@ -86,7 +88,7 @@ def test_the_page_names_every_key(job_file: JobFile, tmp_path: Path, capsys: Cap
     assert main(["train", path]) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     log = (tmp_path / "run" / "trainer_log.jsonl").read_text().splitlines()
-    written = [report, *map(json.loads, log), planned(capsys, "estimate", path)]
+    written = [report, *map(json.loads, log), planned(capsys, "estimate", path, "--compare")]
     assert len(report["answers"]) == 2
     missing = set(keys_of(written)) - documented()
     assert not missing
@@ -107,6 +109,7 @@ def test_the_page_names_no_key_that_is_gone() -> None:
         "predicted", "measured", "differences", "peak_error", "steps", "evaluations", "answers",
         "event", "step", "loss", "seconds", "epoch", "learning_rate", "grad_norm", "tokens",
         "device_bytes", "device_peak_bytes", "skipped",
+        "bill", "textbook", "machine_bytes", "card", "notes", "compare",
     }  # fmt: skip
     assert not gone
 

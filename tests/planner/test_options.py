@@ -137,5 +137,5 @@ def test_without_technique_takes_away_one_at_a_time() -> None:
     found = dict(without_technique(everything))
     assert len(found) == count_techniques(everything) == 5
     assert {count_techniques(policies) for policies in found.values()} == {4}
-    assert {policies.batch.global_batch_size for policies in found.values()} == {6}
+    assert {policies.global_batch_size for policies in found.values()} == {6}
     assert list(without_technique(Policies())) == []

@@ -16,12 +16,13 @@ from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
 from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
+from tightfit.planner.machine import limits_of
 from tightfit.planner.options import options_of, without_technique
 from tightfit.planner.plan import Limits, Plan, count_techniques
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
-from tightfit.planner.search import estimate_job, limits_of, plan_job
-from tightfit.policies import LossKind, Policies, Tier
+from tightfit.planner.search import plan_job
+from tightfit.policies import Policies, Tier
 from tightfit.units import GIB, MIB
 
 Planner = Callable[..., Plan]
@@ -226,23 +227,30 @@ def test_what_the_job_says_is_done_though_it_costs(plan: Planner, keys: dict[str
     assert "it also fits without" in chosen.reasons[0]
 
 
-def test_estimate_is_the_job_as_it_is_typed(
-    config: PretrainedConfig, workload: Workload, hardware: Hardware, rates: Rates, job: MakeJob
-) -> None:
-    typed = job(memory_limit="1MiB", gradient_checkpointing="true")
-    found = estimate_job(typed, config, workload, hardware, rates)
-    assert not found.fits
-    assert found.policies.checkpointing.enabled
-    assert found.policies.loss.kind is LossKind.FULL
-    assert count_techniques(found.policies) == 1
-
-
 def test_a_card_that_is_not_here_is_an_error_not_a_crash(
     config: PretrainedConfig, workload: Workload, make_machine: Machine, job: MakeJob
 ) -> None:
     machine = replace(make_machine(GIB), accelerators=(Accelerator(0, "card", GIB, GIB),))
-    with pytest.raises(UnsupportedError, match="memory_limit"):
+    with pytest.raises(UnsupportedError, match="tightfit estimate"):
         plan_job(job(), config, workload, machine)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"num_gpus": 2}, "num_gpus: 2 is not available in planning"),
+        ({"optim": "lion"}, "optim lion"),
+        ({"precision": "fp16"}, "precision: fp16 is not available in planning"),
+        ({"finetuning_type": "qlora"}, "quantization_bit is not available in planning"),
+        ({"offload_param": "cpu"}, "offload_param to host"),
+        ({"offload_optimizer": "nvme", "offload_activations": "true"}, "nvme, offload_activations"),
+    ],
+)
+def test_what_the_engine_cannot_do_yet_is_not_planned(
+    plan: Planner, keys: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        plan(**keys)
 
 
 def test_an_unknown_lora_target_is_named_while_planning(plan: Planner) -> None:

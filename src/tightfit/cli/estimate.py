@@ -8,33 +8,98 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.cli.plan import planned_workload
+from tightfit.bill.comparison import ComparisonRow
 from tightfit.cli.quiet import quiet_libraries
-from tightfit.dry_run import load_config
+from tightfit.facts.config_checks import check_length
 from tightfit.facts.job import Job
-from tightfit.facts.model_spec import load_model_spec
+from tightfit.facts.model_spec import ModelSpec, load_model_spec
+from tightfit.facts.workload import planned_workload
+from tightfit.planner.estimate import Estimate, compare_ways, estimate_job
 from tightfit.planner.machine import usable_hardware
-from tightfit.planner.plan import describe_policies
-from tightfit.planner.search import estimate_job
-from tightfit.report.tables import show_bill
+from tightfit.planner.plan import describe_policies, techniques
+from tightfit.report.comparison import show_strategies, strategies_json
+from tightfit.report.tables import show_estimate
+from tightfit.units import format_bytes
 
 
-def run(job: Job, *, as_json: bool) -> int:
-    """Estimate a job; returns the exit code, 0 also where it does not fit."""
+def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None = None) -> int:
+    """Estimate a job; returns the exit code, 0 also where it does not fit.
+
+    Args:
+        compare: show the ways to share the model states out as well.
+        picture: a new file to draw the bill into.
+    """
     quiet_libraries()
-    spec = load_model_spec(job.model_name_or_path)
-    plan = estimate_job(
-        job, load_config(spec.config), planned_workload(job), usable_hardware(Path())
-    )
+    if picture is not None:
+        from tightfit.report.picture import check_picture_path  # only this needs templates
+
+        check_picture_path(picture)
+    spec = load_model_spec(job.model_name_or_path).text_part()
+    too_long = check_length(spec, job.cutoff_len)
+    found = estimate_job(job, spec.config, planned_workload(job), usable_hardware(Path()))
+    notes = (*spec.assumptions, *([too_long] if too_long else []), *found.notes)
+    rows = compare_ways(found, spec.config) if compare else []
     if as_json:
-        print(json.dumps(plan.to_json(), indent=2))
-        return 0
-    console = Console()
-    counts = f"{plan.trainable_parameters:,} parameters trained"
-    if plan.frozen_parameters:
-        counts += f", {plan.frozen_parameters:,} frozen"
-    said = f"{spec.name}: {counts}, {plan.policies.precision.parameters}"
-    console.print(Text(said), soft_wrap=True)
-    title = f"Bill of {describe_policies(plan.policies)}, {job.cutoff_len} tokens"
-    show_bill(console, title, plan.bill, plan.limits)
+        ways = {"compare": strategies_json(rows, found.limits)} if compare else {}
+        print(json.dumps({**found.to_json(), "notes": list(notes), **ways}, indent=2))
+    else:
+        _show(spec, job, found, notes, rows)
+    if picture is not None:
+        _draw(picture, spec, job, found, notes)
     return 0
+
+
+def _show(
+    spec: ModelSpec, job: Job, found: Estimate, notes: tuple[str, ...], rows: list[ComparisonRow]
+) -> None:
+    console = Console()
+    console.print(Text(_model_line(spec, found)), soft_wrap=True)
+    show_estimate(console, _title(job, found), found.bill, found.limits)
+    console.print(Text(_machine_line(found)), soft_wrap=True, end="")
+    for note in notes:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    if rows:
+        cards = rows[0].policies.sharding.ranks
+        console.print()
+        show_strategies(console, f"{spec.name} on {cards} cards", rows, found.limits)
+
+
+def _title(job: Job, found: Estimate) -> str:
+    whose = " of each rank" if found.policies.sharding.ranks > 1 else ""
+    return f"Bill{whose} of {describe_policies(found.policies)}, {job.cutoff_len} tokens"
+
+
+def _model_line(spec: ModelSpec, found: Estimate) -> str:
+    """The model, its parameters, and what papers print for its model states."""
+    totals = found.totals
+    said = f"{spec.name}: {totals.trainable:,} parameters trained"
+    if totals.frozen:
+        said += f", {totals.frozen:,} frozen"
+    if totals.quantised:
+        said += f", {totals.quantised:,} frozen in {_bits(found)} bits"
+    textbook = sum(sum(kinds.values()) for kinds in found.textbook().values())
+    precision = found.policies.precision.parameters
+    return f"{said}, {precision}; textbook model states {format_bytes(textbook)} in all tiers"
+
+
+def _machine_line(found: Estimate) -> str:
+    """What the ranks of a machine take together; nothing to say of one."""
+    ranks = found.policies.sharding.ranks
+    taken = {tier: count for tier, count in found.machine_bytes().items() if count}
+    if ranks == 1 or not taken:
+        return ""
+    each = ", ".join(f"{tier} {format_bytes(count)}" for tier, count in taken.items())
+    return f"all {ranks} ranks, on one machine: {each}\n"
+
+
+def _bits(found: Estimate) -> int:
+    assert found.policies.quantisation is not None
+    return found.policies.quantisation.bits
+
+
+def _draw(path: Path, spec: ModelSpec, job: Job, found: Estimate, notes: tuple[str, ...]) -> None:
+    from tightfit.report.picture import Picture, write_picture
+
+    facts = [("model", _model_line(spec, found)), *techniques(found.policies).items()]
+    facts += [("note", note) for note in notes]
+    write_picture(path, Picture(_title(job, found), facts, found.bill, found.limits))

@@ -67,7 +67,7 @@ def _run(argv: Sequence[str]) -> int:
         return _train(_job(arguments))
     if verb == "plan":
         return _plan(_job(arguments), arguments.json)
-    return _estimate(_job(arguments), arguments.json)
+    return _estimate(_job(arguments), arguments)
 
 
 def _job(arguments: argparse.Namespace) -> Job:
@@ -107,11 +107,11 @@ def _plan(job: Job, as_json: bool) -> int:
     return run(job, as_json=as_json)
 
 
-def _estimate(job: Job, as_json: bool) -> int:
+def _estimate(job: Job, arguments: argparse.Namespace) -> int:
     with _quick_imports():
         from tightfit.cli.estimate import run
 
-    return run(job, as_json=as_json)
+    return run(job, as_json=arguments.json, compare=arguments.compare, picture=arguments.html)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,7 +125,15 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_verb(verbs, "train", "plan, train, and compare prediction with measurement")
     _add_verb(verbs, "plan", "show the memory bill and the fastest plan that fits")
-    _add_verb(verbs, "estimate", "show the memory bill of a job exactly as it is typed")
+    estimate = _add_verb(verbs, "estimate", "show the memory bill of a job exactly as it is typed")
+    estimate.add_argument(
+        "--compare",
+        action="store_true",
+        help="show DDP and ZeRO-1/2/3, each with offload, side by side per card",
+    )
+    estimate.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the bill as a picture to a new file"
+    )
     return parser
 
 
@@ -133,7 +141,7 @@ def _add_verb(
     verbs: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     purpose: str,
-) -> None:
+) -> argparse.ArgumentParser:
     verb = verbs.add_parser(
         name,
         help=purpose,
@@ -150,3 +158,4 @@ def _add_verb(
     if name != "train":
         verb.add_argument("--json", action="store_true", help="print JSON for programs")
     add_job_flags(verb)
+    return verb

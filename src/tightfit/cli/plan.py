@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.cli.quiet import quiet_libraries
-from tightfit.dry_run import load_config
+from tightfit.facts.config_checks import check_length
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import load_model_spec
-from tightfit.facts.workload import Workload
+from tightfit.facts.workload import planned_workload
 from tightfit.planner.machine import usable_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.search import plan_job
@@ -25,26 +25,18 @@ def run(job: Job, *, as_json: bool) -> int:
     quiet_libraries()
     hardware = usable_hardware(Path(job.output_dir or "."))
     spec = load_model_spec(job.model_name_or_path)
-    plan = plan_job(job, load_config(spec.config), planned_workload(job), hardware)
+    too_long = check_length(spec, job.cutoff_len)
+    plan = plan_job(job, spec.config, planned_workload(job), hardware)
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0
     console = Console()
+    for note in (*spec.assumptions, *([too_long] if too_long else [])):
+        console.print(Text(f"note: {note}"), soft_wrap=True)
     for line in describe(hardware):
         console.print(Text(line), soft_wrap=True)
     show_plan_with_bills(console, plan)
     return 0
-
-
-def planned_workload(job: Job) -> Workload:
-    """The shapes a job may have when its data was not looked at: everything as long as allowed."""
-    evaluates = job.eval_dataset is not None or job.val_size > 0
-    return Workload(
-        sequence_length=job.cutoff_len,
-        global_batch_size=job.global_batch_size,
-        evaluation_sequence_length=job.cutoff_len if evaluates else 0,
-        evaluation_batch_size=job.per_device_eval_batch_size,
-    )
 
 
 def show_plan_with_bills(console: Console, plan: Plan) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 
 
 def quiet_libraries() -> None:
-    """Only errors of transformers are shown, and none of its bars."""
-    from transformers.utils import logging
+    """Only errors of transformers are shown, and none of its bars.
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    Where it is not imported yet it is told through its environment: not every verb needs it.
+    """
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # transformers' own calls of names that it has deprecated; nothing a user could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

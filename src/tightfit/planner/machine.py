@@ -1,4 +1,4 @@
-"""The machine as torch can use it. Knows neither models nor jobs."""
+"""The machine as torch can use it, and what a job may take of it. Knows no models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 
+from tightfit.bill.runtime import Capability
 from tightfit.facts.hardware import Accelerator, DeviceProcess, Hardware, detect_hardware
+from tightfit.facts.job import Job
+from tightfit.planner.plan import Limits
+from tightfit.units import parse_bytes
 
 
 def usable_hardware(folder: Path) -> Hardware:
@@ -29,9 +33,55 @@ def usable_hardware(folder: Path) -> Hardware:
 def _first_card() -> Accelerator:
     free, total = torch.cuda.mem_get_info(0)
     own = DeviceProcess(os.getpid(), "this process", torch.cuda.memory_reserved(0))
-    return Accelerator(0, torch.cuda.get_device_name(0), total, free, (own,))
+    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    return Accelerator(0, name, total, free, (own,), capability)
 
 
 def device_of(hardware: Hardware) -> torch.device:
     """The device of the first rank."""
     return torch.device("cuda", 0) if hardware.device_kind == "cuda" else torch.device("cpu")
+
+
+# Ampere; what a card is taken for that a job has and this machine has not.
+_DESCRIBED_CARD: Capability = (8, 0)
+_COMPUTES_IN_BF16: Capability = (8, 0)
+
+
+def card_of(job: Job, hardware: Hardware) -> Capability | None:
+    """The compute capability of the card that a job runs on; None on a CPU.
+
+    A job that says how many cards it uses is for cards, wherever it is priced.
+    """
+    if hardware.accelerators:
+        return hardware.accelerators[0].capability or _DESCRIBED_CARD
+    return _DESCRIBED_CARD if "num_gpus" in job.model_fields_set else None
+
+
+def precision_of(job: Job, card: Capability | None) -> str:
+    """The job's, or what `precision: auto` means: bf16 where the card computes in it, else fp32."""
+    if job.precision != "auto":
+        return job.precision
+    return "bf16" if card is not None and card >= _COMPUTES_IN_BF16 else "fp32"
+
+
+def limits_of(job: Job, hardware: Hardware) -> Limits:
+    """The limits of a job on a machine.
+
+    On a CPU device and host share the RAM, unless the job says what the host has: then it may
+    describe another machine. So does a job with cards on a machine that has none.
+    """
+    host = _limit(job.host_memory_limit, hardware.ram_available_bytes)
+    on_cpu = card_of(job, hardware) is None
+    described = not on_cpu and not hardware.accelerators
+    return Limits(
+        device_bytes=_limit(job.memory_limit, None if described else hardware.device_total_bytes),
+        host_bytes=None if described and job.host_memory_limit == "auto" else host,
+        shared_bytes=host if on_cpu and job.host_memory_limit == "auto" else None,
+        ranks=job.num_gpus,
+    )
+
+
+def _limit(key: str, automatic: int | None) -> int | None:
+    if key == "none":
+        return None
+    return automatic if key == "auto" else parse_bytes(key)

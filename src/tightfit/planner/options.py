@@ -15,19 +15,23 @@ from tightfit.facts.job import Job
 from tightfit.planner.plan import describe_policies
 from tightfit.policies import (
     AdapterPolicy,
+    AttentionKernel,
+    AttentionPolicy,
     BatchPolicy,
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    OptimizerName,
     OptimizerPolicy,
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
+    QuantisationPolicy,
+    ShardingPolicy,
     Tier,
 )
 
-_ON_DEVICE = PlacementPolicy(Tier.DEVICE, Tier.DEVICE)
-_ON_HOST = PlacementPolicy(Tier.HOST, Tier.HOST)
+_TIERS = {"auto": Tier.DEVICE, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 Choice = TypeVar("Choice")
 
@@ -74,12 +78,13 @@ class Options:
             )
 
 
-def options_of(job: Job, *, precision: str, chunked_loss: bool) -> Options:
+def options_of(job: Job, *, precision: str, chunked_loss: bool, attention: str = "sdpa") -> Options:
     """The choices that `job` leaves open.
 
     Args:
         precision: what `precision: auto` means on this device.
         chunked_loss: whether the model supports it.
+        attention: what `attention: auto` means for this model.
 
     Raises:
         ConfigError: the job asks for a chunked loss that the model does not support.
@@ -91,17 +96,32 @@ def options_of(job: Job, *, precision: str, chunked_loss: bool) -> Options:
         )
     full, chunked = LossPolicy(LossKind.FULL), LossPolicy(LossKind.CHUNKED)
     off, on = CheckpointingPolicy(False), CheckpointingPolicy(True)
+    selective = CheckpointingPolicy(True, every=2)
     adapter = _adapter(job)
     return Options(
         fixed=Policies(
             precision=PrecisionPolicy(precision if job.precision == "auto" else job.precision),
             optimizer=_optimizer(job),
             adapter=adapter if job.finetuning_type == "lora" else None,
+            quantisation=_quantisation(job),
+            attention=AttentionPolicy(
+                AttentionKernel(attention if job.attention == "auto" else job.attention)
+            ),
+            sharding=ShardingPolicy(
+                job.num_gpus,
+                0 if job.zero_stage == "auto" else job.zero_stage,
+                job.tensor_parallel_size,
+                job.pipeline_parallel_size,
+            ),
         ),
         batches=_batches(job),
         losses=_open(job.loss, {"full": full, "chunked": chunked}) if chunked_loss else (full,),
-        checkpointing=_open(job.gradient_checkpointing, {"false": off, "true": on}),
-        placements=_open(job.offload_optimizer, {"none": _ON_DEVICE, "cpu": _ON_HOST}),
+        checkpointing=(
+            (selective,)
+            if job.gradient_checkpointing == "selective"
+            else _open(job.gradient_checkpointing, {"false": off, "true": on})
+        ),
+        placements=_placements(job),
         lora=adapter,
         lora_if_nothing_fits=(
             adapter if "lora" in job.allow and job.finetuning_type == "full" else None
@@ -118,12 +138,16 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
     fixed = options.fixed
     open_losses = {loss.kind for loss in options.losses}
     agreement = {
-        "train_batch_size": policies.batch.global_batch_size == job.global_batch_size,
+        "train_batch_size": policies.global_batch_size == job.global_batch_size,
         "per_device_train_batch_size": policies.batch in options.batches,
         "loss": policies.loss.kind in open_losses,
         "gradient_checkpointing": policies.checkpointing in options.checkpointing,
         "offload_optimizer": policies.placement in options.placements,
         "precision": job.precision in ("auto", policies.precision.parameters),
+        "attention": policies.attention == fixed.attention,
+        "num_gpus": policies.sharding.ranks == fixed.sharding.ranks,
+        "zero_stage": policies.sharding == fixed.sharding or job.zero_stage == "auto",
+        "quantization_bit": policies.quantisation == fixed.quantisation,
         "finetuning_type": fixed.adapter is None or policies.adapter is not None,
         "missing allow: [lora]": policies.adapter is None
         or job.finetuning_type == "lora"
@@ -148,14 +172,19 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
     """`policies` with one of its techniques taken away, by the name of that technique."""
     batch = policies.batch
     if batch.accumulation_steps > 1:
-        whole = BatchPolicy(batch.global_batch_size, 1)
+        whole = BatchPolicy(batch.sequences_per_rank, 1)
         yield "accumulation", replace(policies, batch=whole)
     if policies.loss.kind is LossKind.CHUNKED:
         yield "chunked loss", replace(policies, loss=LossPolicy(LossKind.FULL))
     if policies.checkpointing.enabled:
         yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
-    if policies.placement != _ON_DEVICE:
-        yield "gradients and optimizer on the host", replace(policies, placement=_ON_DEVICE)
+    placement = policies.placement
+    if placement.optimizer_states is not Tier.DEVICE:
+        nearer = replace(placement, gradients=Tier.DEVICE, optimizer_states=Tier.DEVICE)
+        where = (
+            "the host" if placement.optimizer_states is Tier.HOST else placement.optimizer_states
+        )
+        yield f"gradients and optimizer on {where}", replace(policies, placement=nearer)
     if policies.adapter is not None:
         yield "LoRA", replace(policies, adapter=None)
 
@@ -165,9 +194,27 @@ def _open(value: str, choices: dict[str, Choice]) -> tuple[Choice, ...]:
     return tuple(choices.values()) if value == "auto" else (choices[value],)
 
 
+def _placements(job: Job) -> tuple[PlacementPolicy, ...]:
+    """The one on the device first."""
+    choices = ("none", "cpu") if job.offload_optimizer == "auto" else (job.offload_optimizer,)
+    return tuple(
+        PlacementPolicy(
+            gradients=Tier.DEVICE if choice == "none" else Tier.HOST,
+            optimizer_states=_TIERS[choice],
+            parameters=_TIERS[job.offload_param],
+            activations=Tier.HOST if job.offload_activations == "true" else Tier.DEVICE,
+        )
+        for choice in choices
+    )
+
+
+def _quantisation(job: Job) -> QuantisationPolicy | None:
+    return None if job.quantization_bit is None else QuantisationPolicy(job.quantization_bit)
+
+
 def _batches(job: Job) -> tuple[BatchPolicy, ...]:
     """The largest micro-batch first."""
-    total = job.global_batch_size
+    total = job.global_batch_size // job.data_parallel_ranks
     if job.per_device_train_batch_size != "auto":
         micro = job.per_device_train_batch_size
         return (BatchPolicy(micro, total // micro),)
@@ -181,7 +228,7 @@ def _batches(job: Job) -> tuple[BatchPolicy, ...]:
 
 def _optimizer(job: Job) -> OptimizerPolicy:
     return OptimizerPolicy(
-        name=job.optim,
+        name=OptimizerName(job.optim),
         learning_rate=job.learning_rate,
         weight_decay=job.weight_decay,
         betas=(job.adam_beta1, job.adam_beta2),

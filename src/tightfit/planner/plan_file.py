@@ -15,10 +15,9 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from tightfit.dry_run import DTYPES
 from tightfit.errors import ConfigError
 from tightfit.planner.plan import Plan
-from tightfit.policies import Policies
+from tightfit.policies import PRECISIONS, Policies
 from tightfit.units import format_bytes
 
 _JOBS_OWN = "optimizer"
@@ -96,8 +95,8 @@ def _check_ranges(policies: Policies, path: Path) -> None:
     """
     precision, adapter = policies.precision.parameters, policies.adapter
     wrong = []
-    if precision not in DTYPES:
-        wrong.append(f"precision.parameters: {precision!r} is not one of {', '.join(DTYPES)}")
+    if precision not in PRECISIONS:
+        wrong.append(f"precision.parameters: {precision!r} is not one of {', '.join(PRECISIONS)}")
     if adapter is not None and adapter.rank < 1:
         wrong.append(f"adapter.rank: {adapter.rank} is below 1")
     if adapter is not None and not adapter.alpha > 0:

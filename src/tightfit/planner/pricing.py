@@ -5,12 +5,13 @@ Knows how to price; which prices to ask for is the search's business.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tightfit.bill.model_states import model_state_bytes
+from tightfit.bill.runtime import Capability, runtime_bytes
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.workload import Workload
@@ -19,36 +20,64 @@ from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import ModelCost, predict_step_time
 from tightfit.policies import AdapterPolicy, CheckpointingPolicy, Policies, Tier
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# The content of a config.json, or transformers' own object.
+Config: TypeAlias = "Mapping[str, Any] | PretrainedConfig"
+
+
+def fields_of(config: Config) -> Mapping[str, Any]:
+    """The fields of a config as a mapping."""
+    return config if isinstance(config, Mapping) else config.to_dict()
+
+
+def whole_bill(run: DryRun, policies: Policies, card: Capability | None) -> MemoryTable:
+    """A dry run's table, what a card holds beside tensors, and the margin."""
+    sharding = policies.sharding
+    runtime = runtime_bytes(card, ranks=sharding.ranks, all_reduces=sharding.zero_stage == 0)
+    table = run.table
+    if runtime.total_bytes:
+        table = table.plus(Tier.DEVICE, Kind.RUNTIME, runtime.total_bytes)
+    return table.with_margin()
+
 
 @dataclass
 class Pricing:
     """Prices of one model and workload on one machine.
 
     Attributes:
+        card: compute capability of the card that is planned for.
         plain: the job without techniques; counts that do not depend on them are taken from it.
     """
 
     plain: Policies
-    config: PretrainedConfig
+    config: Config
     workload: Workload
     rates: Rates
+    card: Capability | None = None
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
 
     def run(self, policies: Policies, *, full_depth: bool = False) -> DryRun:
         """The dry run of `policies`; what the optimizer's numbers are does not matter to it."""
         key = (replace(policies, optimizer=type(policies.optimizer)()), full_depth)
         if key not in self._runs:
-            self._runs[key] = dry_run(self.config, policies, self.workload, full_depth=full_depth)
+            self._runs[key] = dry_run(
+                self.config, policies, self.workload, full_depth=full_depth, card=self.card
+            )
         return self._runs[key]
 
     def bill(self, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
         """The dry run's table with the margin added."""
-        return self.run(policies, full_depth=full_depth).table.with_margin()
+        run = self.run(policies, full_depth=full_depth)
+        return whole_bill(run, policies, self.card)
 
     def least_device_bytes(self, policies: Policies) -> int:
         """What model states alone put on the device, whatever the batch: a lower bound."""
         counts = self._plain_run(policies.adapter)
-        states = model_state_bytes(counts.trainable, counts.frozen, policies)[Tier.DEVICE]
+        states = model_state_bytes(
+            counts.trainable, counts.frozen, policies, quantised=counts.quantised
+        )[Tier.DEVICE]
         return sum(states.values()) - states.get(Kind.GRADIENTS, 0)
 
     def step_time(self, policies: Policies) -> StepTime:
@@ -60,15 +89,15 @@ class Pricing:
 
     def _cost(self, policies: Policies) -> ModelCost:
         run = self._plain_run(policies.adapter)
-        config = self.config
-        head = config.vocab_size * config.hidden_size
-        total = run.trainable + run.frozen
+        shape = run.shape
+        head = shape.vocab_size * shape.hidden_size
+        total = run.trainable + run.frozen + run.quantised
         return ModelCost(
             trainable=run.trainable,
-            matmul_parameters=total if config.tie_word_embeddings else total - head,
+            matmul_parameters=total if shape.tied else total - head,
             head_parameters=head,
-            layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
+            layers=shape.layers,
+            hidden_size=shape.hidden_size,
             activation_bytes_per_token=self._activation_bytes_per_token,
         )
 

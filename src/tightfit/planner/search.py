@@ -14,28 +14,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from tightfit.bill.table import MemoryTable
-from tightfit.dry_run import DTYPES
-from tightfit.engine.loss import supports_chunked_loss
+from tightfit.engine.precision import DTYPES
+from tightfit.engine.supported import check_engine_can
 from tightfit.errors import DoesNotFitError, UnsupportedError
+from tightfit.facts.attention import default_attention
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
+from tightfit.facts.logits import logit_transform
 from tightfit.facts.workload import Workload
 from tightfit.planner.explain import nothing_fits, reasons_for
+from tightfit.planner.machine import card_of, limits_of, precision_of
 from tightfit.planner.options import Options, check_agrees, options_of
 from tightfit.planner.plan import Candidate, Limits, Plan, count_techniques
 from tightfit.planner.plan_file import read_policies
-from tightfit.planner.pricing import Pricing
+from tightfit.planner.pricing import Config, Pricing, fields_of
 from tightfit.planner.rates import Rates, measure_rates
 from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies
-from tightfit.units import format_bytes, format_seconds, parse_bytes
+from tightfit.units import format_bytes, format_seconds
 
 
 def plan_job(
     job: Job,
-    config: PretrainedConfig,
+    config: Config,
     workload: Workload,
     hardware: Hardware,
     rates: Rates | None = None,
@@ -56,70 +58,51 @@ def plan_job(
     return search.best()
 
 
-def estimate_job(
-    job: Job,
-    config: PretrainedConfig,
-    workload: Workload,
-    hardware: Hardware,
-    rates: Rates | None = None,
-) -> Plan:
-    """The bill of the job as it is typed, whether it fits or not: `auto` means no technique."""
-    search = _prepare(job, config, workload, hardware, rates)
-    policies = search.options.plain()
-    if job.plan is not None:
-        policies = search.planned(job, Path(job.plan))
-    return search.plan_of(policies, verify=False)
-
-
 def _prepare(
     job: Job,
-    config: PretrainedConfig,
+    config: Config,
     workload: Workload,
     hardware: Hardware,
     rates: Rates | None,
 ) -> _Search:
-    precision = default_precision(hardware) if job.precision == "auto" else job.precision
-    options = options_of(job, precision=precision, chunked_loss=supports_chunked_loss(config))
-    device = torch.device("cuda" if hardware.device_kind == "cuda" else "cpu")
-    if rates is None and device.type == "cuda" and not torch.cuda.is_available():
+    _check_can_be_trained(job)
+    card = card_of(job, hardware)
+    precision = precision_of(job, card)
+    fields = fields_of(config)
+    options = options_of(
+        job,
+        precision=precision,
+        chunked_loss=logit_transform(fields) is None,
+        attention=default_attention(fields),
+    )
+    check_engine_can(options.plain())
+    device = torch.device("cpu" if card is None else "cuda")
+    if rates is None and card is not None and not torch.cuda.is_available():
         raise UnsupportedError(
             "planning for a card that this machine does not have is not available yet; "
-            "describe the machine at hand, and give memory_limit to plan for another size"
+            "`tightfit estimate` prices a job for one"
         )
-    rates = rates or measure_rates(
-        device, DTYPES[precision] if device.type == "cuda" else torch.float32
-    )
-    return _Search(
-        Pricing(options.plain(), config, workload, rates), options, limits_of(job, hardware)
-    )
+    rates = rates or measure_rates(device, torch.float32 if card is None else DTYPES[precision])
+    pricing = Pricing(options.plain(), config, workload, rates, card)
+    return _Search(pricing, options, limits_of(job, hardware))
 
 
-def default_precision(hardware: Hardware) -> str:
-    """What `precision: auto` means: bf16 where the card computes in it, else fp32."""
-    if hardware.device_kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16"
-    return "fp32"
+def _check_can_be_trained(job: Job) -> None:
+    """See that the job needs nothing that the engine does and loading or launching does not yet.
 
-
-def limits_of(job: Job, hardware: Hardware) -> Limits:
-    """The limits of a job on a machine.
-
-    On a CPU device and host share the RAM, unless the job says what the host has: then it may
-    describe another machine.
+    Raises:
+        UnsupportedError: it does.
     """
-    host = _limit(job.host_memory_limit, hardware.ram_available_bytes)
-    shares = hardware.device_kind == "cpu" and job.host_memory_limit == "auto"
-    return Limits(
-        device_bytes=_limit(job.memory_limit, hardware.device_total_bytes),
-        host_bytes=host,
-        shared_bytes=host if shares else None,
-    )
-
-
-def _limit(key: str, automatic: int) -> int | None:
-    if key == "none":
-        return None
-    return automatic if key == "auto" else parse_bytes(key)
+    if job.num_gpus > 1:
+        raise UnsupportedError(
+            f"num_gpus: {job.num_gpus} is not available in planning and training yet; "
+            "`tightfit estimate` prices it, and `--compare` all ways to share it out"
+        )
+    if job.quantization_bit is not None or job.precision == "fp16":
+        key = "precision: fp16" if job.precision == "fp16" else "quantization_bit"
+        raise UnsupportedError(
+            f"{key} is not available in planning and training yet; `tightfit estimate` prices it"
+        )
 
 
 @dataclass
@@ -185,7 +168,7 @@ class _Search:
         plain = self.options.plain()
         return Plan(
             policies=policies,
-            bill=run.table.with_margin(),
+            bill=self.pricing.bill(policies, full_depth=verify),
             plain=self.pricing.bill(plain),
             step_time=self.pricing.step_time(policies),
             limits=self.limits,

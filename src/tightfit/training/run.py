@@ -13,8 +13,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from tightfit.bill.table import MemoryTable
-from tightfit.dry_run import DTYPES, load_config
+from tightfit.dry_run.config import load_config
 from tightfit.engine.apply import fit
+from tightfit.engine.precision import DTYPES
 from tightfit.errors import ConfigError, DoesNotFitError, ModelNotFoundError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job

@@ -1,0 +1,141 @@
+"""Bills from a few layers against bills of all layers, for every architecture of the catalogue.
+
+Prints, and writes to benchmarks/results/extrapolation.md, the largest difference in any phase and
+tier. Plain training is tried with each, LoRA and ZeRO-3 with every other one. Takes about an hour.
+
+    python benchmarks/extrapolation.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Iterator
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tightfit.bill.table import MemoryTable
+from tightfit.dry_run import dry_run
+from tightfit.errors import UnsupportedError
+from tightfit.facts.catalogue import catalogue_names
+from tightfit.facts.model_spec import load_model_spec
+from tightfit.facts.workload import Workload
+from tightfit.policies import (
+    AdapterPolicy,
+    BatchPolicy,
+    CheckpointingPolicy,
+    Policies,
+    PrecisionPolicy,
+    ShardingPolicy,
+    Tier,
+)
+
+RESULT = Path(__file__).parent / "results" / "extrapolation.md"
+BF16 = PrecisionPolicy("bf16")
+WORKLOAD = Workload(256, 8, evaluation_sequence_length=256)
+POLICIES = [
+    ("full", Policies(precision=BF16, batch=BatchPolicy(1, 8))),
+    (
+        "LoRA, checkpointing",
+        Policies(
+            precision=BF16,
+            batch=BatchPolicy(2, 4),
+            adapter=AdapterPolicy(),
+            checkpointing=CheckpointingPolicy(True),
+        ),
+    ),
+    (
+        "ZeRO-3 on 8",
+        Policies(precision=BF16, batch=BatchPolicy(1, 1), sharding=ShardingPolicy(8, 3)),
+    ),
+]
+# What a config says that no allocation depends on.
+_NAMES_ONLY = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "architectures",
+    "initializer_range",
+    "layer_norm_epsilon",
+)
+
+
+def architectures() -> Iterator[tuple[str, dict[str, Any]]]:
+    """One name for each distinct architecture, smallest depth first."""
+    seen: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in catalogue_names():
+        config = load_model_spec(name).config
+        shape = {key: value for key, value in config.items() if key not in _NAMES_ONLY}
+        seen.setdefault(json.dumps(shape, sort_keys=True), (name, config))
+    yield from seen.values()
+
+
+def worst(few: MemoryTable, whole: MemoryTable) -> tuple[float, str]:
+    """The largest relative difference of a phase and tier, and where it is."""
+    found = [(0.0, "none")]
+    for phase in whole.peaks:
+        for tier in Tier:
+            expected = whole.phase_peak_bytes(phase, tier)
+            if expected:
+                error = few.phase_peak_bytes(phase, tier) / expected - 1
+                found.append((error, f"{phase}, {tier}"))
+    return max(found, key=lambda entry: abs(entry[0]))
+
+
+def main() -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="names that contain this")
+    only = parser.parse_args().only
+    rows, largest = [], 0.0
+    for index, (name, config) in enumerate(architectures()):
+        if only not in name:
+            continue
+        for label, policies in (POLICIES[0], POLICIES[1 + index % 2]):
+            try:
+                begin = time.perf_counter()
+                few = dry_run(config, policies, WORKLOAD)
+                middle = time.perf_counter()
+                whole = dry_run(config, policies, WORKLOAD, full_depth=True)
+                end = time.perf_counter()
+            except UnsupportedError as error:
+                rows.append(f"| {name} | {label} | refused: {error} | | |")
+                continue
+            error, where = worst(few.table, whole.table)
+            largest = max(largest, abs(error))
+            peak = whole.table.peak_bytes(Tier.DEVICE) / 2**30
+            rows.append(
+                f"| {name} | {label} | {peak:.2f} | {error:+.4%} ({where}) "
+                f"| {(end - middle) / (middle - begin):.1f} |"
+            )
+            print(rows[-1], flush=True)
+    if not only:
+        RESULT.write_text(_page(rows, largest))
+
+
+def _page(rows: list[str], largest: float) -> str:
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    head = [
+        "# A few layers stand for all",
+        "",
+        f"Made by `benchmarks/extrapolation.py` on {date.today()}, Python "
+        f"{platform.python_version()}, {versions}.",
+        "",
+        f"Every distinct architecture of the catalogue; largest difference: {largest:.4%}.",
+        "",
+        "| model | policies | device peak at full depth, GiB | largest difference "
+        "| times as fast |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The bill of a job exactly as it is typed, whether it fits or not. Finds nothing, times nothing.
+
+`auto` means no technique. A job that says how many cards it uses is priced for cards, also on a
+machine that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tightfit.bill.comparison import ComparisonRow, compare_sharding
+from tightfit.bill.runtime import Capability
+from tightfit.bill.table import Kind, MemoryTable
+from tightfit.bill.textbook import Totals, textbook_state_bytes
+from tightfit.dry_run import DryRun, dry_run
+from tightfit.facts.attention import default_attention
+from tightfit.facts.hardware import Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.logits import logit_transform
+from tightfit.facts.workload import Workload
+from tightfit.planner.machine import card_of, limits_of, precision_of
+from tightfit.planner.options import Options, check_agrees, options_of
+from tightfit.planner.plan import Limits, bill_json, techniques
+from tightfit.planner.plan_file import read_policies
+from tightfit.planner.pricing import Config, fields_of, whole_bill
+from tightfit.policies import Policies, Tier
+
+_STATES = (
+    Kind.PARAMETERS,
+    Kind.GRADIENTS,
+    Kind.MASTER_WEIGHTS,
+    Kind.OPTIMIZER_STATES,
+    Kind.COLLECTIVES,
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A bill and what it is of.
+
+    Attributes:
+        bill: of one rank, margin included.
+        card: compute capability of the card that it is for; None for a CPU.
+        notes: what of the bill is assumed.
+    """
+
+    policies: Policies
+    run: DryRun
+    bill: MemoryTable
+    limits: Limits
+    card: Capability | None
+    notes: tuple[str, ...]
+
+    @property
+    def totals(self) -> Totals:
+        """Parameters by what training does with them, over all ranks."""
+        return Totals(self.run.trainable, self.run.frozen, self.run.quantised)
+
+    def textbook(self) -> Mapping[Tier, Mapping[Kind, int]]:
+        """Model states of one rank as papers print them."""
+        return textbook_state_bytes(self.totals, self.policies)
+
+    def machine_bytes(self) -> dict[Tier, int]:
+        """What all ranks of the machine take together of each tier that they share."""
+        ranks = self.policies.sharding.ranks
+        shared = (Tier.HOST, Tier.PINNED, Tier.NVME)
+        return {tier: ranks * self.bill.peak_bytes(tier) for tier in shared}
+
+    def to_json(self) -> dict[str, object]:
+        """The object documented in docs/json.md."""
+        return {
+            **bill_json(self.bill, self.limits),
+            "bill": self.bill.to_json(),
+            "machine_bytes": {str(tier): count for tier, count in self.machine_bytes().items()},
+            "textbook": {
+                str(tier): {str(kind): count for kind, count in kinds.items() if count}
+                for tier, kinds in self.textbook().items()
+                if any(kinds.values())
+            },
+            "plan": techniques(self.policies),
+            "parameters": {
+                "trainable": self.run.trainable,
+                "frozen": self.run.frozen + self.run.quantised,
+                "quantised": self.run.quantised,
+            },
+            "card": None if self.card is None else "{}.{}".format(*self.card),
+            "notes": list(self.notes),
+        }
+
+
+def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardware) -> Estimate:
+    """The bill of `job` on `hardware`.
+
+    Raises:
+        ConfigError: the job or its plan file contradicts the model.
+        UnsupportedError: the model cannot do what the job asks.
+    """
+    card = card_of(job, hardware)
+    fields = fields_of(config)
+    options = options_of(
+        job,
+        precision=precision_of(job, card),
+        chunked_loss=logit_transform(fields) is None,
+        attention=default_attention(fields),
+    )
+    policies = _policies(job, options)
+    run = dry_run(config, policies, workload, card=card)
+    return Estimate(
+        policies=policies,
+        run=run,
+        bill=whole_bill(run, policies, card),
+        limits=limits_of(job, hardware),
+        card=card,
+        notes=(*run.notes, *_base_notes(run), *_card_notes(hardware, card)),
+    )
+
+
+def _policies(job: Job, options: Options) -> Policies:
+    """Those of the job's plan file, or the plain ones."""
+    if job.plan is None:
+        return options.plain()
+    policies = read_policies(Path(job.plan))
+    check_agrees(policies, options, job)
+    return replace(policies, optimizer=options.fixed.optimizer)
+
+
+def _base_notes(run: DryRun) -> tuple[str, ...]:
+    """A base of few bits is expected to be small; where most of it is not packed, say why."""
+    if not run.quantised or run.frozen < run.quantised:
+        return ()
+    return (
+        f"{run.frozen:,} frozen parameters are not packed: experts of mixture models, which "
+        "transformers keeps in three dimensions, and embeddings stay in the job's precision",
+    )
+
+
+def _card_notes(hardware: Hardware, card: Capability | None) -> tuple[str, ...]:
+    if card is None or hardware.accelerators:
+        return ()
+    return (
+        "no card here: kernels and runtime are those of compute capability {}.{} (Ampere)".format(
+            *card
+        ),
+    )
+
+
+def compare_ways(found: Estimate, config: Config) -> list[ComparisonRow]:
+    """The ways to share out the model states of an estimate, what is not states added to each.
+
+    The rest is that of the estimate's own peak: activations, logits, temporaries and the like are
+    of one rank's micro-batch, whatever is shared out.
+    """
+    from tightfit.dry_run.assumed import tensors_of  # transformers takes seconds to import
+    from tightfit.dry_run.config import load_config
+
+    loaded = load_config(dict(config)) if isinstance(config, Mapping) else config
+    rest = {
+        kind: count
+        for kind, count in found.bill.kinds_at_peak(Tier.DEVICE).items()
+        if kind not in _STATES
+    }
+    tensors = tensors_of(loaded, found.policies)
+    return compare_sharding(tensors, found.policies, shared={Tier.DEVICE: rest})

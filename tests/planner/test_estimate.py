@@ -1,0 +1,100 @@
+"""Estimates: the job as it is typed, for the machine that it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from tightfit.bill.runtime import runtime_bytes
+from tightfit.bill.table import Kind
+from tightfit.facts.hardware import Accelerator, Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload
+from tightfit.planner.estimate import compare_ways, estimate_job
+from tightfit.planner.plan import count_techniques
+from tightfit.policies import LossKind, Tier
+from tightfit.units import GIB, MIB
+
+MakeJob = Callable[..., Job]
+
+
+def test_it_is_the_job_as_it_is_typed(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    typed = job(memory_limit="1MiB", gradient_checkpointing="true")
+    found = estimate_job(typed, config, workload, hardware)
+    assert found.limits.missing_bytes(found.bill) > 0
+    assert found.policies.checkpointing.enabled
+    assert found.policies.loss.kind is LossKind.FULL
+    assert count_techniques(found.policies) == 1
+    assert found.notes == ()
+    assert Kind.RUNTIME not in found.bill.kinds_at_peak(Tier.DEVICE)
+
+
+def test_a_job_with_cards_is_priced_for_cards(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    found = estimate_job(job(num_gpus=2), config, workload, hardware)
+    assert found.card == (8, 0)
+    assert found.policies.precision.parameters == "bf16"
+    assert found.limits.device_bytes is None, "nobody knows what its cards have"
+    assert found.limits.ranks == 2
+    assert any("no card here" in note for note in found.notes)
+    runtime = runtime_bytes((8, 0), ranks=2, all_reduces=True).total_bytes
+    assert found.bill.kinds_at_peak(Tier.DEVICE)[Kind.RUNTIME] == runtime
+
+
+def test_a_card_that_is_here_decides(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    turing = Accelerator(0, "a card", 8 * GIB, 7 * GIB, capability=(7, 5))
+    found = estimate_job(job(), config, workload, replace(hardware, accelerators=(turing,)))
+    assert found.card == (7, 5)
+    assert found.policies.precision.parameters == "fp32", "it does not compute in bf16"
+    assert found.limits.device_bytes == 7 * GIB
+    assert found.notes == ()
+
+
+def test_ranks_of_one_machine_share_its_host(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    keys = {"offload_optimizer": "cpu", "host_memory_limit": "64MiB", "memory_limit": "none"}
+    alone = estimate_job(job(**keys, num_gpus=1), config, workload, hardware)
+    four = estimate_job(job(**keys, num_gpus=4, train_batch_size=4), config, workload, hardware)
+    tiers = (Tier.HOST, Tier.PINNED)
+    one = sum(alone.bill.peak_bytes(tier) for tier in tiers) - 64 * MIB
+    each = sum(four.bill.peak_bytes(tier) for tier in tiers)
+    assert alone.limits.missing_bytes(alone.bill) == one
+    assert four.limits.missing_bytes(four.bill) == 4 * each - 64 * MIB
+
+
+def test_ways_have_the_rest_of_the_bill_in_common(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    found = estimate_job(job(num_gpus=2), config, workload, hardware)
+    kinds = found.bill.kinds_at_peak(Tier.DEVICE)
+    rows = compare_ways(found, config)
+    assert {row.policies.sharding.ranks for row in rows} == {2}
+    for row in rows:
+        device = row.tightfit.tiers[Tier.DEVICE]
+        for kind in (Kind.ACTIVATIONS, Kind.LOGITS, Kind.RUNTIME, Kind.MARGIN):
+            assert device.get(kind, 0) == kinds.get(kind, 0)
+
+
+def test_a_base_that_is_hardly_packed_is_told(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    """This model is mostly embedding, which stays as it is."""
+    found = estimate_job(job(finetuning_type="qlora"), config, workload, hardware)
+    assert found.run.quantised > 0
+    assert any("are not packed" in note for note in found.notes)
+
+
+def test_textbook_states_are_those_of_papers(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    found = estimate_job(job(precision="bf16"), config, workload, hardware)
+    states = sum(found.textbook()[Tier.DEVICE].values())
+    assert states == 16 * found.run.trainable
