@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import tightfit
-from tightfit.errors import ConfigError, DoesNotFitError
+from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
 from tightfit.planner import search
 from tightfit.planner.rates import Rates
 from tightfit.policies import LossKind, Tier
@@ -158,7 +158,7 @@ def test_a_model_of_another_precision_than_the_plans(load: Load) -> None:
     plan = tightfit.plan(load(), workload=WORKLOAD)
     with pytest.raises(ConfigError, match="plan is for fp32 parameters, the model has bf16"):
         tightfit.fit(load(torch.bfloat16), plan)
-    with pytest.raises(ConfigError, match=r"float16; tightfit trains fp32 or bf16"):
+    with pytest.raises(UnsupportedError, match=r"precision: fp16 is not available in planning"):
         tightfit.plan(load(torch.float16), workload=WORKLOAD)
 
 

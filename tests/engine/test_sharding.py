@@ -98,17 +98,22 @@ def test_the_fake_rank_takes_what_a_real_one_does(results: Any, ranks: int, case
     """Byte for byte and kind for kind, at init and in the steady state.
 
     gloo's thread may keep a buffer for a moment after it is done with it, which NCCL does not. So
-    of the last steps, which are all alike, the lowest counts.
+    of the last steps, which are all alike, the lowest counts, and where the thread was late in
+    all of them it may hold one gradient still.
     """
     fake, _ = results(case, ranks, "fake")
-    real, _ = results(case, ranks, "0")
+    real, parameters = results(case, ranks, "0")
+    one_gradient = max(value.numel() * value.element_size() for value in parameters.values())
     assert real["tables"][""] == fake["tables"][""]
     steady = str(runs.FAKE_STEPS - 1)
     later = [real["tables"][str(step)] for step in range(runs.UNUSUAL + 1, runs.STEPS)]
     for phase, tiers in fake["tables"][steady].items():
         for tier, kinds in tiers.items():
             lowest = min((table[phase][tier] for table in later), key=lambda k: sum(k.values()))
-            assert lowest == kinds, (phase, tier)
+            held = {kind: count - kinds.get(kind, 0) for kind, count in lowest.items()}
+            assert kinds.keys() <= lowest.keys(), (phase, tier)
+            assert min(held.values(), default=0) >= 0, (phase, tier)
+            assert sum(held.values()) <= one_gradient * (phase in ("backward", "step")), phase
 
 
 SHARED = [(ranks, case) for ranks, case in CASES if not case.startswith("0")]
@@ -168,7 +173,7 @@ def test_as_many_ranks_as_the_policy_says(make_model: Any) -> None:
 
 @pytest.mark.parametrize("sharding", [ShardingPolicy(2, 3, 2), ShardingPolicy(2, 0, 1, 2)])
 def test_data_parallel_only(make_model: Any, sharding: ShardingPolicy) -> None:
-    with pytest.raises(UnsupportedError, match="data-parallel ranks only"):
+    with pytest.raises(UnsupportedError, match="not available in training yet"):
         fit(make_model(), Policies(sharding=sharding))
 
 

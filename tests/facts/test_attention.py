@@ -11,6 +11,7 @@ from tightfit.engine.attention import supported_kernels
 from tightfit.facts.attention import default_attention
 from tightfit.facts.catalogue import catalogue_names
 from tightfit.facts.model_spec import load_model_spec
+from tightfit.policies import AttentionKernel
 
 CONFIGS: dict[str, dict[str, Any]] = {
     config["model_type"]: config
@@ -19,6 +20,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", sorted(CONFIGS))
-def test_the_default_is_the_best_that_transformers_has(model_type: str) -> None:
-    kernels = supported_kernels(load_config(CONFIGS[model_type]))
-    assert default_attention(CONFIGS[model_type]) == kernels[0]
+def test_the_default_is_sdpa_where_transformers_has_it(model_type: str) -> None:
+    has = AttentionKernel.SDPA in supported_kernels(load_config(CONFIGS[model_type]))
+    assert default_attention(CONFIGS[model_type]) == ("sdpa" if has else "eager")

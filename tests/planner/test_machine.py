@@ -25,6 +25,7 @@ def found(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GIB, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "seen by torch")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     return machine.usable_hardware(Path())
 
 
@@ -48,6 +49,7 @@ def test_a_card_that_only_torch_sees_is_used(
     here = found(monkeypatch, hardware, seen=False, usable=True)
     (card,) = here.accelerators
     assert (card.name, card.total_bytes, card.free_bytes) == ("seen by torch", 10 * GIB, 7 * GIB)
+    assert card.capability == (8, 9)
     assert [process.pid for process in card.processes] == [os.getpid()]
     assert here.device_total_bytes == 8 * GIB
     assert machine.device_of(here) == torch.device("cuda", 0)

@@ -268,11 +268,11 @@ def unsupported(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def refuse(technique: str) -> None:
         def run(
-            config: PretrainedConfig, policies: Policies, workload: Workload, *, full_depth: bool
+            config: PretrainedConfig, policies: Policies, workload: Workload, **options: Any
         ) -> DryRun:
             if any(name == technique for name, _ in without_technique(policies)):
                 raise UnsupportedError(f"{technique} does not work for this model")
-            return honest(config, policies, workload, full_depth=full_depth)
+            return honest(config, policies, workload, **options)
 
         monkeypatch.setattr(tightfit.planner.pricing, "dry_run", run)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Their scores are capped or have sinks, which torch's scaled_dot_product_attention cannot do.
-_WITHOUT_SDPA = ("gemma2", "gpt_oss")
+# Scores that are capped, have sinks or a bias of their own, which torch's
+# scaled_dot_product_attention cannot do, or that transformers has not brought to it.
+_WITHOUT_SDPA = ("bloom", "gemma2", "gpt_neo", "gpt_oss", "mpt")
 
 
 def default_attention(config: Mapping[str, Any]) -> str:
