@@ -1,0 +1,101 @@
+"""What a dry run has besides a step: loading, resuming, cards, many micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.dry_run import DryRun, dry_run
+from tightfit.dry_run.program import LOADING_THREADS
+from tightfit.facts.workload import Workload
+from tightfit.policies import (
+    AdapterPolicy,
+    BatchPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    ShardingPolicy,
+    Tier,
+)
+
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6,
+    num_attention_heads=4, num_key_value_heads=2, pad_token_id=None,
+)  # fmt: skip
+WORKLOAD = Workload(16, 1)
+CARD = (8, 0)
+EMBEDDING = 96 * 32 * 4
+
+
+def run(card: tuple[int, int] | None = None, **policies: Any) -> DryRun:
+    return dry_run(CONFIG, Policies(**policies), WORKLOAD, card=card)
+
+
+def kinds(table: MemoryTable, phase: Phase, tier: Tier = Tier.DEVICE) -> dict[Kind, int]:
+    return dict(table.peaks[phase].get(tier, {}))
+
+
+def test_weights_pass_through_the_host_of_a_card() -> None:
+    assert kinds(run().table, Phase.LOAD, Tier.HOST) == {}
+    host = kinds(run(CARD).table, Phase.LOAD, Tier.HOST)
+    assert host == {Kind.TRANSFER: LOADING_THREADS * EMBEDDING}
+
+
+def test_a_rank_loads_its_shards_and_one_tensor_whole() -> None:
+    found = run(sharding=ShardingPolicy(4, 3))
+    load = kinds(found.table, Phase.LOAD)
+    assert load[Kind.COLLECTIVES] == EMBEDDING
+    assert found.trainable <= load[Kind.PARAMETERS] < found.trainable * 1.02, "4 bytes, 4 ranks"
+    init = found.table.phase_peak_bytes(Phase.INIT, Tier.DEVICE)
+    assert init == found.table.phase_peak_bytes(Phase.RESUME, Tier.DEVICE)
+    assert init < 4 * found.trainable
+
+
+def test_states_are_read_one_by_one_and_adapters_at_once() -> None:
+    host = kinds(run().table, Phase.RESUME, Tier.HOST)
+    assert host == {Kind.BUFFERS: EMBEDDING}
+    lora = run(adapter=AdapterPolicy(rank=2))
+    assert kinds(lora.table, Phase.RESUME, Tier.HOST) == {Kind.BUFFERS: 4 * lora.trainable}
+
+
+@pytest.mark.parametrize(
+    ("placement", "values"),
+    [(PlacementPolicy(), 2), (PlacementPolicy(Tier.HOST, Tier.HOST), 1)],
+)
+def test_files_of_a_card_are_copied_to_the_host(placement: PlacementPolicy, values: int) -> None:
+    """Two moments of every parameter where they are on the device, else the parameters."""
+    assert Kind.BUFFERS not in kinds(run(placement=placement).table, Phase.SAVE, Tier.HOST)
+    found = run(CARD, placement=placement)
+    copied = kinds(found.table, Phase.SAVE, Tier.HOST)[Kind.BUFFERS]
+    assert copied == pytest.approx(4 * values * found.trainable, rel=0.01)
+
+
+def test_only_a_card_has_an_allocator() -> None:
+    assert Kind.ALLOCATOR not in kinds(run().table, Phase.STEP)
+    table = run(CARD).table
+    waste = {kinds(table, phase)[Kind.ALLOCATOR] for phase in table.peaks}
+    assert len(waste) == 1
+    assert waste.pop() > 0
+
+
+@pytest.mark.parametrize("sharding", [ShardingPolicy(), ShardingPolicy(2, 1), ShardingPolicy(2, 3)])
+def test_two_micro_batches_stand_for_any_number(sharding: ShardingPolicy) -> None:
+    two, seven = (run(batch=BatchPolicy(1, n), sharding=sharding).table for n in (2, 7))
+    assert two == seven
+    one = run(sharding=sharding).table
+    assert one.peak_bytes(Tier.DEVICE) <= two.peak_bytes(Tier.DEVICE)
+
+
+def test_sharded_layers_are_extrapolated_as_they_are_gathered() -> None:
+    deep = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 9})
+    for stage in (1, 2, 3):
+        policies = Policies(
+            sharding=ShardingPolicy(4, stage),
+            precision=PrecisionPolicy("bf16"),
+            batch=BatchPolicy(1, 2),
+        )
+        few = dry_run(deep, policies, WORKLOAD)
+        assert few == dry_run(deep, policies, WORKLOAD, full_depth=True), stage
