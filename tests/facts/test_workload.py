@@ -1,3 +1,15 @@
+"""The shape of the work that a job describes before its data was looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload, planned_workload
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
