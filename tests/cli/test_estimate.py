@@ -78,8 +78,10 @@ def test_every_way_to_share_out_is_compared(tiny_model_folder: Path, capsys: Cap
     names = [row["name"] for row in found["compare"]]
     assert names[:2] == ["DDP", "DDP, optimizer on host"]
     assert len(names) == 9
+    assert [row["engine"] for row in found["elsewhere"]] == ["DDP"]
     assert main([*argv, "--compare"]) == 0
     out = capsys.readouterr().out
+    assert "with other engines" in out
     assert "on 4 cards" in out
     for stage in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
         assert stage in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -14,12 +15,20 @@ from tightfit.facts.config_checks import check_length
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
 from tightfit.facts.workload import planned_workload
-from tightfit.planner.estimate import Estimate, compare_ways, estimate_job
+from tightfit.planner.estimate import Estimate, compare_engines, compare_ways, estimate_job
 from tightfit.planner.machine import usable_hardware
 from tightfit.planner.plan import describe_policies, techniques
-from tightfit.report.comparison import show_strategies, strategies_json
+from tightfit.report.comparison import (
+    engines_json,
+    show_engines,
+    show_strategies,
+    strategies_json,
+)
 from tightfit.report.tables import show_estimate
 from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.planner.elsewhere import Elsewhere
 
 
 def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None = None) -> int:
@@ -36,32 +45,45 @@ def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None 
         check_picture_path(picture)
     spec = load_model_spec(job.model_name_or_path).text_part()
     too_long = check_length(spec, job.cutoff_len)
-    found = estimate_job(job, spec.config, planned_workload(job), usable_hardware(Path()))
+    workload = planned_workload(job)
+    found = estimate_job(job, spec.config, workload, usable_hardware(Path()))
     notes = (*spec.assumptions, *([too_long] if too_long else []), *found.notes)
     rows = compare_ways(found, spec.config) if compare else []
+    engines = compare_engines(found, spec.config, workload) if compare else []
     if as_json:
-        ways = {"compare": strategies_json(rows, found.limits)} if compare else {}
-        print(json.dumps({**found.to_json(), "notes": list(notes), **ways}, indent=2))
+        content = {**found.to_json(), "notes": list(notes)}
+        if compare:
+            content["compare"] = strategies_json(rows, found.limits)
+            content["elsewhere"] = engines_json(engines)
+        print(json.dumps(content, indent=2))
     else:
-        _show(spec, job, found, notes, rows)
+        _show(spec, job, found, notes)
+        _show_others(spec, found, rows, engines)
     if picture is not None:
         _draw(picture, spec, job, found, notes)
     return 0
 
 
-def _show(
-    spec: ModelSpec, job: Job, found: Estimate, notes: tuple[str, ...], rows: list[ComparisonRow]
+def _show_others(
+    spec: ModelSpec, found: Estimate, rows: list[ComparisonRow], engines: list[Elsewhere]
 ) -> None:
+    console = Console()
+    if rows:
+        cards = rows[0].policies.sharding.ranks
+        console.print()
+        show_strategies(console, f"{spec.name} on {cards} cards", rows, found.limits)
+    if engines:
+        console.print()
+        show_engines(console, "This job with other engines, on each card", engines)
+
+
+def _show(spec: ModelSpec, job: Job, found: Estimate, notes: tuple[str, ...]) -> None:
     console = Console()
     console.print(Text(_model_line(spec, found)), soft_wrap=True)
     show_estimate(console, _title(job, found), found.bill, found.limits)
     console.print(Text(_machine_line(found)), soft_wrap=True, end="")
     for note in notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
-    if rows:
-        cards = rows[0].policies.sharding.ranks
-        console.print()
-        show_strategies(console, f"{spec.name} on {cards} cards", rows, found.limits)
 
 
 def _title(job: Job, found: Estimate) -> str:

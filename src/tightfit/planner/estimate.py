@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tightfit.bill.comparison import ComparisonRow, compare_sharding
 from tightfit.bill.runtime import Capability
@@ -26,6 +27,11 @@ from tightfit.planner.plan import Limits, bill_json, techniques
 from tightfit.planner.plan_file import read_policies
 from tightfit.planner.pricing import Config, fields_of, whole_bill
 from tightfit.policies import Policies, Tier
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from tightfit.planner.elsewhere import Elsewhere
 
 _STATES = (
     Kind.PARAMETERS,
@@ -146,6 +152,15 @@ def _card_notes(hardware: Hardware, card: Capability | None) -> tuple[str, ...]:
     )
 
 
+def compare_engines(found: Estimate, config: Config, workload: Workload) -> list[Elsewhere]:
+    """What one card would take for the job with other engines; nothing for a CPU."""
+    if found.card is None:
+        return []
+    from tightfit.planner.elsewhere import price_elsewhere  # transformers takes seconds to import
+
+    return price_elsewhere(_loaded(config), found.policies, workload.sequence_length, found.card)
+
+
 def compare_ways(found: Estimate, config: Config) -> list[ComparisonRow]:
     """The ways to share out the model states of an estimate, what is not states added to each.
 
@@ -153,13 +168,17 @@ def compare_ways(found: Estimate, config: Config) -> list[ComparisonRow]:
     of one rank's micro-batch, whatever is shared out.
     """
     from tightfit.dry_run.assumed import tensors_of  # transformers takes seconds to import
-    from tightfit.dry_run.config import load_config
 
-    loaded = load_config(dict(config)) if isinstance(config, Mapping) else config
     rest = {
         kind: count
         for kind, count in found.bill.kinds_at_peak(Tier.DEVICE).items()
         if kind not in _STATES
     }
-    tensors = tensors_of(loaded, found.policies)
+    tensors = tensors_of(_loaded(config), found.policies)
     return compare_sharding(tensors, found.policies, shared={Tier.DEVICE: rest})
+
+
+def _loaded(config: Config) -> PretrainedConfig:
+    from tightfit.dry_run.config import load_config
+
+    return load_config(dict(config)) if isinstance(config, Mapping) else config

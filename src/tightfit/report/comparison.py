@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -17,7 +18,10 @@ from tightfit.bill.comparison import ComparisonRow, StateBill
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.planner.plan import Limits
 from tightfit.policies import Tier
-from tightfit.units import GIB, KIB, MIB
+from tightfit.units import GIB, KIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.planner.elsewhere import Elsewhere
 
 _UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _KINDS = {  # columns of the device; what is in none of them is the rest
@@ -50,6 +54,32 @@ def show_strategies(
     console.print(_strategies_table(rows, limits, factor, detailed=detailed))
     has_rest = any(_rest_bytes(row.tightfit) for row in rows)
     console.print(Text(f"{_NOTES} {_REST if has_rest else _STATES_ONLY}", style="dim"))
+
+
+def show_engines(console: Console, title: str, engines: Sequence[Elsewhere]) -> None:
+    """Print what the job would take on one card with other engines."""
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("engine")
+    for header in ("tensors", "card in all"):
+        table.add_column(header, justify="right")
+    for row in engines:
+        table.add_row(
+            str(row.engine), format_bytes(row.allocated_bytes), format_bytes(row.device_bytes)
+        )
+    console.print(table)
+
+
+def engines_json(engines: Sequence[Elsewhere]) -> list[dict[str, object]]:
+    """One object per engine, documented in docs/json.md."""
+    return [
+        {
+            "engine": str(row.engine),
+            "allocated_bytes": row.allocated_bytes,
+            "card_bytes": row.device_bytes,
+        }
+        for row in engines
+    ]
 
 
 def strategies_json(rows: Sequence[ComparisonRow], limits: Limits) -> list[dict[str, object]]:
