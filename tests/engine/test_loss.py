@@ -6,13 +6,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tightfit.bill.table import Kind
 from tightfit.engine.apply import fit
 from tightfit.engine.loss import apply_loss, chunked_causal_loss
 from tightfit.errors import UnsupportedError
+from tightfit.facts.attention import default_attention
 from tightfit.ledger import Ledger
-from tightfit.policies import LossKind, LossPolicy, Policies, Tier
+from tightfit.policies import (
+    AttentionKernel,
+    AttentionPolicy,
+    LossKind,
+    LossPolicy,
+    Policies,
+    Tier,
+)
 
 VOCABULARY, HIDDEN = 37, 12
 Make = Callable[..., Any]
@@ -175,3 +185,47 @@ def test_outputs_are_tuples_where_they_are_asked_for(
     assert logits is None, "they were never made"
     assert len(output[-1]) == 3, "hidden states stay where they are"
     torch.testing.assert_close(loss, make_model()(input_ids=ids, labels=labels).loss, **CLOSE)
+
+
+# Families call their loss in different ways: by name, by position, with what is left of their own.
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi", "phi3", "olmo2", "gpt2",
+    "gpt_neox", "falcon", "stablelm", "starcoder2", "opt", "bloom", "glm", "smollm3", "mixtral",
+    "qwen2_moe", "qwen3_moe", "olmoe",
+)  # fmt: skip
+
+
+def tiny(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 32, "num_local_experts": 4, "num_experts": 4,
+        "num_experts_per_tok": 2, "word_embed_proj_dim": 16, "ffn_dim": 24, "n_layer": 2,
+        "n_head": 2, "n_embd": 16, "shared_expert_intermediate_size": 8,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    known = CONFIG_MAPPING[family]().to_dict().keys() | {"head_dim"}
+    fields = {key: value for key, value in sizes.items() if key in known}
+    if family in ("falcon", "bloom"):  # theirs is not a setting
+        del fields["head_dim"]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_loss_and_gradients_of_the_whole(family: str) -> None:
+    results = []
+    for kind in LossKind:
+        model = tiny(family)
+        kernel = AttentionKernel(default_attention(model.config.to_dict()))
+        policies = Policies(loss=LossPolicy(kind, 5), attention=AttentionPolicy(kernel))
+        engine = fit(model, policies)
+        ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+        labels = ids.clone()
+        labels[:, :3] = -100
+        torch.manual_seed(2)
+        loss = engine.loss(ids, labels, 12)
+        engine.backward(loss)
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

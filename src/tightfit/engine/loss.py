@@ -64,7 +64,9 @@ def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: in
         output.logits = None
         return output
 
-    def loss_function(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def loss_function(
+        logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:  # models give the vocabulary's size by position or by name
         _check_untouched(logits, passed)
         return chunked_causal_loss(
             logits, labels, head, chunk_tokens, kwargs.get("num_items_in_batch")
