@@ -22,10 +22,11 @@ settings.load_profile("tightfit")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Dry runs are kept for the session, and the user's own are neither read nor written."""
+    """Dry runs are kept for the session; the user's own and the Hub are left alone."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER_VARIABLE, str(folder))
+        patch.setenv("HF_HUB_OFFLINE", "1")  # unknown names ask nobody
         yield folder
 
 

@@ -28,7 +28,7 @@ class DataError(InputError):
 
 
 class ModelNotFoundError(InputError):
-    """The model is neither a folder, nor in the catalogue, nor in the Hub cache."""
+    """The model is no folder or file, and not in the Hub cache, the catalogue or on the Hub."""
 
 
 class UnsupportedError(InputError):

@@ -96,19 +96,6 @@ def test_from_most_to_least(
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_shared_bytes_are_on_every_row() -> None:
-    shared = {
-        Tier.DEVICE: {Kind.ACTIVATIONS: 5 * GB, Kind.PARAMETERS: 7},
-        Tier.PINNED: {Kind.TRANSFER: GB},
-    }
-    with_shared = compare_sharding(SEVEN_BILLION, BF16, shared=shared)
-    for row, plain in zip(with_shared, compare_sharding(SEVEN_BILLION, BF16), strict=True):
-        for bill, before in ((row.textbook, plain.textbook), (row.tightfit, plain.tightfit)):
-            assert bill.device_bytes == before.device_bytes + 5 * GB + 7
-            assert bill.host_bytes == before.host_bytes + GB
-            assert bill.tiers[Tier.DEVICE][Kind.ACTIVATIONS] == 5 * GB
-
-
 def test_cards_and_what_else_the_job_says() -> None:
     sharding = ShardingPolicy(ranks=4, zero_stage=2, tensor_parallel=2)
     placement = PlacementPolicy(Tier.HOST, Tier.NVME, activations=Tier.HOST)

@@ -1,16 +1,23 @@
-"""Finding config.json in folders and in the Hub cache, and saying what is there instead."""
+"""Finding config.json in folders, in the Hub cache and on the Hub; saying what is there instead."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, ModelNotFoundError
 from tightfit.facts.model_spec import load_model_spec
 
 TINY: dict[str, Any] = {
@@ -109,6 +116,21 @@ def test_a_folder_with_quantised_weights(tmp_path: Path, file: str, method: str)
         load_model_spec(folder)
 
 
+def test_a_config_file_stands_for_itself(tmp_path: Path) -> None:
+    write_model(tmp_path, TINY)
+    (tmp_path / "quant_config.json").write_text("{}")
+    for name in ("config.json", "other.JSON"):
+        (tmp_path / name).write_text(json.dumps(TINY))
+        spec = load_model_spec(str(tmp_path / name))
+        assert (spec.source, spec.hidden_size, spec.assumptions) == ("file", 64, ())
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(InputError, match=r"tokenizer\.json.*model_type"):
+        load_model_spec(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}')
+    with pytest.raises(InputError, match=r"adapter_config\.json is no model\. .* base model, gpt2"):
+        load_model_spec(str(tmp_path / "adapter_config.json"))
+
+
 @pytest.mark.parametrize("has_config", [True, False])
 def test_a_folder_with_an_adapter(tmp_path: Path, has_config: bool) -> None:
     if has_config:
@@ -149,3 +171,134 @@ def test_an_adapter_in_the_hub_cache(cache: Path) -> None:
         InputError, match=r"somebody/tuned is no model\. It holds an .* model, gpt2"
     ):
         load_model_spec("somebody/tuned", cache)
+
+
+REFUSED = {  # name on the Hub below: status and error code as the Hub sends them, what is said
+    "some/typo": (401, "RepoNotFound", "has no such model, or it is private and HF_TOKEN does"),
+    "some/gated": (403, "GatedRepo", "gated: accept its licence there and set HF_TOKEN"),
+    "some/adapter": (404, "EntryNotFound", "has it without config.json, as adapters and GGUF"),
+    "some/disabled": (403, "DisabledRepo", "answered with an error, HTTP 403"),
+    "some/trouble": (503, "", "answered with an error, HTTP 503"),
+}
+FETCHED = {"some/new-model": json.dumps(TINY), "some/broken": "{"}
+
+
+class SmallHub(BaseHTTPRequestHandler):
+    """Answers for config.json as the Hub does; hangs up on any other name."""
+
+    def do_GET(self) -> None:
+        name, _, file = self.path.strip("/").partition("/resolve/main/")
+        if file != "config.json":  # huggingface_hub has questions of its own
+            self.answer(404, {})
+        elif name in REFUSED:
+            status, code, _ = REFUSED[name]
+            self.answer(status, {"X-Error-Code": code} if code else {})
+        elif name in FETCHED:
+            self.answer(
+                200, {"X-Repo-Commit": "a" * 40, "ETag": f'"{Path(name).name}"'}, FETCHED[name]
+            )
+
+    do_HEAD = do_GET  # noqa: N815 (http.server's name)
+
+    def answer(self, status: int, headers: dict[str, str], body: str = "") -> None:
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def small_hub() -> Iterator[str]:
+    """The address of a Hub of this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), SmallHub) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+LOAD_ALL = """
+import json, sys
+from pathlib import Path
+from tightfit.errors import InputError
+from tightfit.facts.model_spec import load_model_spec
+said = {}
+for name in sys.argv[2:]:
+    try:
+        said[name] = load_model_spec(name, Path(sys.argv[1])).source
+    except InputError as error:
+        said[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(said))
+"""
+
+
+def load_all(endpoint: str, cache: Path, *names: str, **variables: str) -> dict[str, str]:
+    """The source of each name or its error, by a process whose Hub is at `endpoint`."""
+    users = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
+    environment = {key: value for key, value in os.environ.items() if key not in users}
+    own = {"HF_ENDPOINT": endpoint, "NO_PROXY": "127.0.0.1", "HF_HOME": str(cache.parent)}
+    said = subprocess.run(
+        [sys.executable, "-c", LOAD_ALL, str(cache), *names],
+        env=environment | own | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers: dict[str, str] = json.loads(said.stdout)
+    return answers
+
+
+def test_what_the_hub_answers(small_hub: str, cache: Path) -> None:
+    said = load_all(small_hub, cache, *FETCHED, *REFUSED, "some/silence", "./nowhere")
+    assert said.pop("some/new-model") == "hub"
+    assert said["some/broken"].startswith("InputError: ")
+    assert "config.json, line 1: broken JSON" in said.pop("some/broken")
+    expected = {name: words for name, (_, _, words) in REFUSED.items()} | {
+        "some/silence": "could not be reached (Server disconnected",
+        "./nowhere": "names there are like organisation/model",
+    }
+    for name, words in expected.items():
+        assert said[name].startswith(f"ModelNotFoundError: there is no model '{name}'.")
+        assert f"  the Hub: {words}" in said[name]
+        assert "http:" not in said[name]
+    assert set(said) == set(expected)
+
+
+def test_what_was_fetched_is_kept_and_offline_asks_nothing(small_hub: str, cache: Path) -> None:
+    name = "some/new-model"
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert "not asked" in load_all(small_hub, cache, name, **offline)[name]
+    assert load_all(small_hub, cache, name)[name] == "hub"
+    assert load_all(small_hub, cache, name, **offline)[name] == "hub cache"
+    repository = cache / "models--some--new-model" / "snapshots"
+    assert [file.name for file in repository.glob("*/*")] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied"), r"was not fetched \(Permission denied\)"),
+        (TimeoutError(), r"was not fetched \(TimeoutError\)"),
+    ],
+)
+def test_a_download_that_fails_after_the_first_answer(
+    error: OSError, words: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(url: str, timeout: float) -> None:
+        assert url.endswith("/some/model/resolve/main/config.json")
+        assert timeout <= 5
+
+    def fail(*_: Any, cache_dir: Path, etag_timeout: float) -> str:
+        assert (cache_dir, etag_timeout <= 5) == (cache, True)
+        raise error
+
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(ModelNotFoundError, match=f"the Hub: config.json {words}"):
+        load_model_spec("some/model", cache)
+    assert load_model_spec("Qwen/Qwen2.5-7B", cache).source == "catalogue"

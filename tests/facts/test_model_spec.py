@@ -121,7 +121,10 @@ def test_the_catalogue_says_what_it_assumes(cache: Path) -> None:
         "a\0b",
     ],
 )
-def test_not_found_says_where_it_looked(name: str, cache: Path) -> None:
+def test_not_found_says_where_it_looked(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     cache.mkdir()
     with pytest.raises(ModelNotFoundError) as caught:
         load_model_spec(name, cache)
@@ -129,6 +132,10 @@ def test_not_found_says_where_it_looked(name: str, cache: Path) -> None:
     assert repr(name) in message
     assert str(cache) in message
     assert "catalogue" in message
+    asked = "not asked, because HF_HUB_OFFLINE is set"
+    refused = "names there are like organisation/model"
+    # "./nowhere" has one slash like a name on the Hub, and is told apart only when it is asked for.
+    assert f"  the Hub: {asked if name.count('/') == 1 else refused}\n" in message
     assert ("nearest: Qwen/Qwen2.5" in message) == name.startswith("Qwen")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from tightfit.bill.runtime import runtime_bytes
+from tightfit.bill.runtime import likely_link, runtime_bytes
 from tightfit.bill.table import Kind
 from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.facts.job import Job
@@ -42,7 +42,8 @@ def test_a_job_with_cards_is_priced_for_cards(
     assert found.limits.device_bytes is None, "nobody knows what its cards have"
     assert found.limits.ranks == 2
     assert any("no card here" in note for note in found.notes)
-    runtime = runtime_bytes((8, 0), ranks=2, all_reduces=True).total_bytes
+    link = likely_link((8, 0))
+    runtime = runtime_bytes((8, 0), ranks=2, link=link, all_reduces=True).total_bytes
     assert found.bill.kinds_at_peak(Tier.DEVICE)[Kind.RUNTIME] == runtime
 
 
@@ -70,17 +71,41 @@ def test_ranks_of_one_machine_share_its_host(
     assert four.limits.missing_bytes(four.bill) == 4 * each - 64 * MIB
 
 
-def test_ways_have_the_rest_of_the_bill_in_common(
+def test_the_way_that_is_the_job_has_its_bill(
     config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
 ) -> None:
-    found = estimate_job(job(num_gpus=2), config, workload, hardware)
-    kinds = found.bill.kinds_at_peak(Tier.DEVICE)
-    rows = compare_ways(found, config)
-    assert {row.policies.sharding.ranks for row in rows} == {2}
-    for row in rows:
-        device = row.tightfit.tiers[Tier.DEVICE]
-        for kind in (Kind.ACTIVATIONS, Kind.LOGITS, Kind.RUNTIME, Kind.MARGIN):
-            assert device.get(kind, 0) == kinds.get(kind, 0)
+    keys = {"num_gpus": 2, "zero_stage": 2, "offload_optimizer": "cpu"}
+    found = estimate_job(job(**keys), config, workload, hardware)
+    rows = {row.name: row for row in compare_ways(found, config, workload)}
+    assert {row.policies.sharding.ranks for row in rows.values()} == {2}
+    own = rows["ZeRO-2, optimizer on host"]
+    assert own.policies == found.policies
+    assert own.tightfit.device_bytes == found.bill.peak_bytes(Tier.DEVICE)
+    hosts = (Tier.HOST, Tier.PINNED)
+    assert own.tightfit.host_bytes == sum(found.bill.peak_bytes(tier) for tier in hosts)
+    states = sum(found.textbook()[Tier.DEVICE].values())
+    assert own.textbook.device_bytes == states
+
+
+def test_later_stages_take_no_more(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    found = estimate_job(job(num_gpus=2, precision="bf16"), config, workload, hardware)
+    rows = {row.name: row.tightfit.device_bytes for row in compare_ways(found, config, workload)}
+    assert rows["DDP, optimizer on host"] <= rows["DDP"]
+    assert rows["ZeRO-3"] <= rows["ZeRO-2"]
+    assert rows["ZeRO-3, optimizer on host"] < rows["DDP"]
+
+
+def test_more_cards_than_are_here_are_told(
+    config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    one = replace(
+        hardware, accelerators=(Accelerator(0, "a card", 8 * GIB, 7 * GIB, capability=(8, 9)),)
+    )
+    found = estimate_job(job(num_gpus=2), config, workload, one)
+    assert any("has 1 of the 2 cards" in note for note in found.notes)
+    assert estimate_job(job(), config, workload, one).notes == ()
 
 
 def test_a_base_that_is_hardly_packed_is_told(

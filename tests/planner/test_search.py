@@ -126,19 +126,19 @@ def test_every_alternative_says_why(plan: Planner, peaks: list[int]) -> None:
 
 def test_limits_on_a_cpu(job: MakeJob, make_machine: Machine) -> None:
     machine = make_machine(3 * GIB)
-    assert limits_of(job(), machine) == Limits(3 * GIB, 3 * GIB, 3 * GIB)
-    assert limits_of(job(memory_limit="none"), machine) == Limits(None, 3 * GIB, 3 * GIB)
+    assert limits_of(job(), machine, None) == Limits(3 * GIB, 3 * GIB, 3 * GIB)
+    assert limits_of(job(memory_limit="none"), machine, None) == Limits(None, 3 * GIB, 3 * GIB)
     explicit = job(memory_limit="900MiB", host_memory_limit="2GiB")
-    assert limits_of(explicit, machine) == Limits(900 * MIB, 2 * GIB, None)
+    assert limits_of(explicit, machine, None) == Limits(900 * MIB, 2 * GIB, None)
     none = job(memory_limit="none", host_memory_limit="none")
-    assert limits_of(none, machine) == Limits(None, None, None)
+    assert limits_of(none, machine, None) == Limits(None, None, None)
 
 
 def test_limits_on_a_card(job: MakeJob, make_machine: Machine) -> None:
     card = Accelerator(0, "card", 10 * GIB, 8 * GIB)
     machine = replace(make_machine(3 * GIB), accelerators=(card,))
-    assert limits_of(job(), machine) == Limits(8 * GIB, 3 * GIB, None)
-    assert limits_of(job(memory_limit="2GiB"), machine).device_bytes == 2 * GIB
+    assert limits_of(job(), machine, (8, 0)) == Limits(8 * GIB, 3 * GIB, None)
+    assert limits_of(job(memory_limit="2GiB"), machine, (8, 0)).device_bytes == 2 * GIB
 
 
 def table(device: int, host: int = 0, pinned: int = 0) -> MemoryTable:
@@ -233,6 +233,10 @@ def test_a_card_that_is_not_here_is_an_error_not_a_crash(
     machine = replace(make_machine(GIB), accelerators=(Accelerator(0, "card", GIB, GIB),))
     with pytest.raises(UnsupportedError, match="tightfit estimate"):
         plan_job(job(), config, workload, machine)
+
+
+def test_a_default_that_is_written_changes_nothing(plan: Planner) -> None:
+    assert plan(num_gpus=1).policies == plan().policies
 
 
 @pytest.mark.parametrize(

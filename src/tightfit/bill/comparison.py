@@ -2,17 +2,16 @@
 
 Rows for DDP and ZeRO-1, 2 and 3, each with the optimizer on the device and on the host, ZeRO-3 with
 its parameters there too; every row with its `textbook` and its `tightfit` bytes. Works out closed
-forms only: what all rows have in common, such as activations, is given.
+forms of model states only; whoever prices the whole of a row puts that in the place of `tightfit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tightfit.bill.model_states import StateBytes, tensor_state_bytes
 from tightfit.bill.shards import ModelTensors
-from tightfit.bill.table import Kind
 from tightfit.bill.textbook import Totals, textbook_state_bytes
 from tightfit.policies import PlacementPolicy, Policies, Tier
 
@@ -64,15 +63,13 @@ def compare_sharding(
     policies: Policies,
     *,
     cards: int | None = None,
-    shared: StateBytes | None = None,
 ) -> list[ComparisonRow]:
-    """The rows of `estimate --compare`.
+    """The rows of `estimate --compare`, model states alone.
 
     Args:
         model: shapes of all parameters.
         policies: the job's; sharding stage and placement of model states are what rows vary.
         cards: ranks in all; by default the job's, or 8 where it has one only.
-        shared: bytes by tier and kind that every row has besides, such as activations.
 
     Raises:
         UnsupportedError: `cards` is no multiple of the job's tensor and pipeline parallel sizes.
@@ -81,8 +78,8 @@ def compare_sharding(
     totals = Totals.of(model)
     rows: list[ComparisonRow] = []
     for name, varied in _variants(policies, cards or ranks):
-        textbook = _added(textbook_state_bytes(totals, varied), shared or {})
-        tightfit = _added(tensor_state_bytes(model, varied), shared or {})
+        textbook = textbook_state_bytes(totals, varied)
+        tightfit = tensor_state_bytes(model, varied)
         rows.append(ComparisonRow(name, varied, StateBill(textbook), StateBill(tightfit)))
     return rows
 
@@ -103,16 +100,3 @@ def _variants(policies: Policies, cards: int) -> Iterator[tuple[str, Policies]]:
                 f"{name}, optimizer and parameters on host",
                 replace(sharded, placement=everything),
             )
-
-
-def _added(states: StateBytes, shared: StateBytes) -> StateBytes:
-    return {
-        tier: _sum(states.get(tier, {}), shared.get(tier, {}))
-        for tier in Tier
-        if tier in states or tier in shared
-    }
-
-
-def _sum(first: Mapping[Kind, int], second: Mapping[Kind, int]) -> dict[Kind, int]:
-    counts = {kind: first.get(kind, 0) + second.get(kind, 0) for kind in Kind}
-    return {kind: count for kind, count in counts.items() if count}

@@ -64,6 +64,7 @@ class Link(StrEnum):
 _RING_CHANNEL_MIB = 12
 _CHANNELS = {Link.PCIE: 4, Link.NVLINK: 24}
 _TREE_FACTOR = 2
+_DATA_CENTRE: tuple[Capability, ...] = ((7, 0), (8, 0), (9, 0), (10, 0))
 _COMMUNICATOR_MIB = 30  # structures of a communicator that has not connected yet
 _COMMUNICATION_UNCERTAINTY = 0.6
 
@@ -124,6 +125,12 @@ def runtime_bytes(
             _CONTEXT_UNCERTAINTY * context + _COMMUNICATION_UNCERTAINTY * communication
         ),
     )
+
+
+def likely_link(capability: Capability | None) -> Link:
+    """How cards of a capability are connected in most machines, where nobody says: data-centre
+    cards by NVLink, which takes more, others by PCIe."""
+    return Link.NVLINK if capability in _DATA_CENTRE else Link.PCIE
 
 
 def workspace_bytes(capability: Capability) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,12 +49,13 @@ def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None 
     workload = planned_workload(job)
     found = estimate_job(job, spec.config, workload, usable_hardware(Path()))
     notes = (*spec.assumptions, *([too_long] if too_long else []), *found.notes)
-    rows = compare_ways(found, spec.config) if compare else []
+    rows = compare_ways(found, spec.config, workload) if compare else []
     engines = compare_engines(found, spec.config, workload) if compare else []
     if as_json:
         content = {**found.to_json(), "notes": list(notes)}
         if compare:
-            content["compare"] = strategies_json(rows, found.limits)
+            limits = replace(found.limits, ranks=rows[0].policies.sharding.ranks)
+            content["compare"] = strategies_json(rows, limits)
             content["elsewhere"] = engines_json(engines)
         print(json.dumps(content, indent=2))
     else:
@@ -71,7 +73,8 @@ def _show_others(
     if rows:
         cards = rows[0].policies.sharding.ranks
         console.print()
-        show_strategies(console, f"{spec.name} on {cards} cards", rows, found.limits)
+        limits = replace(found.limits, ranks=cards)
+        show_strategies(console, f"{spec.name} on {cards} cards", rows, limits)
     if engines:
         console.print()
         show_engines(console, "This job with other engines, on each card", engines)

@@ -155,7 +155,7 @@ def _add_verb(
     verb.add_argument(
         "JOB",
         nargs="?",
-        help="YAML file with the job's keys, or a model: name on the Hub, or folder",
+        help="YAML file with the job's keys, or a model: name on the Hub, folder or config.json",
     )
     if name != "train":
         verb.add_argument("--json", action="store_true", help="print JSON for programs")

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from tightfit.bill.model_states import tensor_state_bytes
+from tightfit.bill.model_states import StateBytes, state_widths, tensor_state_bytes
 from tightfit.bill.shards import ModelTensors, Tensor
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run.config import build_model
 from tightfit.engine.adapter import apply_adapter, import_library
 from tightfit.engine.quantisation import linear_layers
 from tightfit.engine.supported import engine_lacks
+from tightfit.ledger import Section
 from tightfit.policies import (
     OptimizerName,
     PlacementPolicy,
@@ -29,18 +30,15 @@ from tightfit.policies import (
 )
 from tightfit.units import MIB
 
-# Gradients come and go within a phase; the dry run of the nearest policies has them right.
-_CONSTANT = (
-    Kind.PARAMETERS,
-    Kind.MASTER_WEIGHTS,
-    Kind.OPTIMIZER_STATES,
-    Kind.COLLECTIVES,
-    Kind.TRANSFER,
-)
+# There from init to the end of a run; what comes and goes is counted by the dry run.
+_STATES = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES)
+_TRAVELLING = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS)  # page-locked on the host of a card
+_COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.EVAL)
 # Enough for readers, writers and the update to be busy at once, each at a disk's full rate.
 DISK_BUFFERS = 6
 DISK_BUFFER_BYTES = 32 * MIB
-Change = Mapping[Tier, Mapping[Kind, int]]
+Tiers = Mapping[Tier, Kinds]
+Sections = dict[Section, dict[Tier, dict[Kind, int]]]
 
 
 @dataclass(frozen=True)
@@ -61,84 +59,122 @@ def nearest(wanted: Policies) -> Nearest:
     notes = tuple(f"{what}: closed form, not trained with yet" for what in engine_lacks(wanted))
     if not notes:
         return Nearest(wanted, ())
-    placement, sharding = wanted.placement, wanted.sharding
+    placement, sharding, batch = wanted.placement, wanted.sharding, wanted.batch
     leaves = placement.optimizer_states is not Tier.DEVICE
+    stage = sharding.zero_stage
+    if sharding.pipeline_parallel > 1:
+        # A pipeline keeps whole parameters and gradients to the end of the step, as stage 1 does
+        # when it adds micro-batches up.
+        stage = min(stage, 1)
+        batch = replace(batch, accumulation_steps=max(2, batch.accumulation_steps))
     return Nearest(
         replace(
             wanted,
+            batch=batch,
             optimizer=replace(wanted.optimizer, name=OptimizerName.ADAMW),
             placement=PlacementPolicy(placement.gradients, Tier.HOST if leaves else Tier.DEVICE),
             quantisation=wanted.quantisation and QuantisationPolicy(),
-            sharding=ShardingPolicy(sharding.data_parallel, sharding.zero_stage),
+            sharding=ShardingPolicy(sharding.data_parallel, stage),
         ),
         notes,
     )
 
 
 def exchange_states(
-    table: MemoryTable, run: Policies, wanted: Policies, stage: ModelTensors, whole: ModelTensors
+    table: MemoryTable,
+    run: Policies,
+    wanted: Policies,
+    stage: ModelTensors,
+    whole: ModelTensors,
+    *,
+    card: bool,
 ) -> MemoryTable:
     """The table of `run` with the model states of `wanted`.
 
     Args:
         stage: what the dry run has built.
         whole: all layers, as wide as a tensor-parallel rank has them.
+        card: whether what travels is page-locked on the host.
     """
-    pipeline = wanted.sharding.pipeline_parallel
-    sharding = replace(
-        wanted.sharding, ranks=wanted.sharding.data_parallel * pipeline, tensor_parallel=1
-    )
-    change = _change(
-        tensor_state_bytes(stage, run),
-        tensor_state_bytes(whole, replace(wanted, sharding=sharding)),
-    )
-    if wanted.placement.optimizer_states is Tier.NVME:
-        change[Tier.PINNED][Kind.TRANSFER] = DISK_BUFFERS * DISK_BUFFER_BYTES
-    return MemoryTable(
-        {
-            phase: {tier: _changed(kinds.get(tier, {}), change[tier], phase) for tier in Tier}
-            for phase, kinds in table.peaks.items()
-        }
-    )
+    sharding = wanted.sharding
+    ranks = sharding.data_parallel * sharding.pipeline_parallel
+    local = replace(wanted, sharding=replace(sharding, ranks=ranks, tensor_parallel=1))
+    before, after = tensor_state_bytes(stage, run), tensor_state_bytes(whole, local)
+    if _states(before, card=card) == _states(after, card=card):
+        return table
+    exchanged = {
+        phase: _exchanged(tiers, _states(after, card=card), phase)
+        for phase, tiers in table.peaks.items()
+    }
+    return _with_buffers(MemoryTable(exchanged), local, whole, after, card=card)
 
 
-def _change(before: Change, after: Change) -> dict[Tier, dict[Kind, int]]:
+def _states(tiers: StateBytes, *, card: bool) -> dict[Tier, dict[Kind, int]]:
+    """The model states of a closed form on the tiers where a run has them."""
+    states: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
+    for tier, kinds in tiers.items():
+        for kind in _STATES:
+            locked = card and tier is Tier.HOST and kind in _TRAVELLING
+            if kinds.get(kind, 0):
+                states[Tier.PINNED if locked else tier][kind] = kinds[kind]
+    return states
+
+
+def _exchanged(tiers: Tiers, states: Tiers, phase: Phase) -> dict[Tier, Kinds]:
+    """Only parameters are there while they load."""
+    present = (Kind.PARAMETERS,) if phase is Phase.LOAD else _STATES
     return {
         tier: {
-            kind: after.get(tier, {}).get(kind, 0) - before.get(tier, {}).get(kind, 0)
-            for kind in _CONSTANT
+            **{kind: count for kind, count in tiers.get(tier, {}).items() if kind not in _STATES},
+            **{kind: count for kind, count in states[tier].items() if kind in present},
         }
         for tier in Tier
     }
 
 
-def _changed(kinds: Kinds, change: Mapping[Kind, int], phase: Phase) -> dict[Kind, int]:
-    """Only parameters are there while they load."""
-    present = (Kind.PARAMETERS,) if phase is Phase.LOAD else _CONSTANT
-    changed = {
-        kind: max(0, kinds.get(kind, 0) + (change[kind] if kind in present else 0))
-        for kind in {*kinds, *present}
-    }
-    return {kind: count for kind, count in changed.items() if count}
+def _with_buffers(
+    table: MemoryTable, wanted: Policies, whole: ModelTensors, after: StateBytes, *, card: bool
+) -> MemoryTable:
+    """What exchanged states pass through: layers on the device, disk buffers, files."""
+    placement, sharding = wanted.placement, wanted.sharding
+    streams = placement.parameters is not Tier.DEVICE and sharding.data_parallel == 1
+    on_disk = Tier.NVME in (placement.optimizer_states, placement.parameters)
+    peaks = {phase: {tier: dict(k) for tier, k in t.items()} for phase, t in table.peaks.items()}
+    for phase, tiers in peaks.items():
+        if streams and phase in _COMPUTING:  # else the dry run has gathered them
+            tiers[Tier.DEVICE][Kind.COLLECTIVES] = after[Tier.DEVICE].get(Kind.COLLECTIVES, 0)
+        if on_disk and phase is not Phase.LOAD:
+            tiers[Tier.PINNED][Kind.TRANSFER] = DISK_BUFFERS * DISK_BUFFER_BYTES
+        if card and phase is Phase.SAVE:
+            tiers[Tier.HOST][Kind.BUFFERS] = _file_bytes(wanted, whole, after)
+    return MemoryTable(peaks)
 
 
-def in_flight(table: MemoryTable, policies: Policies) -> MemoryTable:
-    """A stage's table with the micro-batches that a 1F1B pipeline has begun and not finished.
+def _file_bytes(wanted: Policies, whole: ModelTensors, after: StateBytes) -> int:
+    """The larger file of a checkpoint whose tensors come from the card: see `program.save`."""
+    sharding = wanted.sharding
+    shards = sharding.data_parallel if sharding.zero_stage else 1
+    trained = sum(t.count * t.sharded(shards).elements for t in whole if t.trainable)
+    model = trained // sharding.pipeline_parallel * state_widths(wanted).trainable
+    device = after[Tier.DEVICE]
+    return max(model, device.get(Kind.OPTIMIZER_STATES, 0) + device.get(Kind.MASTER_WEIGHTS, 0))
+
+
+def in_flight(sections: Sections, policies: Policies) -> Sections:
+    """A stage's sections with the micro-batches that a 1F1B pipeline has begun and not finished.
 
     The first stage has as many of them as there are stages and no logits, the last has one and the
-    logits (https://arxiv.org/abs/2104.04473); the larger of the two.
+    logits (https://arxiv.org/abs/2104.04473); the larger of the two in every section.
     """
     begun = min(policies.sharding.pipeline_parallel, policies.batch.accumulation_steps)
-    return MemoryTable(
-        {
-            phase: {tier: _fuller(kinds, begun, phase) for tier, kinds in tiers.items()}
-            for phase, tiers in table.peaks.items()
-        }
-    )
+    return {
+        section: {tier: _fuller(kinds, begun, section[0]) for tier, kinds in tiers.items()}
+        for section, tiers in sections.items()
+    }
 
 
-def _fuller(kinds: Kinds, begun: int, phase: Phase) -> Kinds:
-    if phase not in (Phase.FORWARD, Phase.BACKWARD):
+def _fuller(kinds: dict[Kind, int], begun: int, phase: Phase) -> dict[Kind, int]:
+    if begun == 1 or phase not in (Phase.FORWARD, Phase.BACKWARD):
         return kinds
     first = dict(kinds)
     first.pop(Kind.LOGITS, None)

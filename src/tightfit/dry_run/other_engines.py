@@ -99,7 +99,9 @@ def other_bill(config: PretrainedConfig, run: OtherRun) -> OtherBill:
         during = states.during[_moment(phase, name)]
         others = {Kind.ACTIVATIONS: waiting}  # of other micro-batches in the pipeline
         moments[f"{phase} {name}".strip()] = _sum(states.resident, during, kinds, others)
-    runtime = runtime_bytes(run.capability, ranks=run.shards)
+    runtime = runtime_bytes(
+        run.capability, ranks=run.shards, all_reduces=run.engine is OtherEngine.DDP
+    )
     bill = OtherBill(moments, counts, runtime.workspace_bytes, fragmentation, runtime.outside_bytes)
     if run.card_bytes is None:
         return bill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -66,13 +67,18 @@ def run(
     stage = pipeline_slice(whole, wanted.sharding.pipeline_parallel)
     leaves = wanted.placement.activations is not Tier.DEVICE
     counted = _counted(stage, job, full_depth=full_depth and not leaves, activations_leave=leaves)
-    table = table_of_sections(counted.sections)
+    table = table_of_sections(in_flight(counted.sections, wanted))
+    if chosen.notes:
+        table = exchange_states(
+            table,
+            job.policies,
+            wanted,
+            tensors_of(stage, wanted),
+            tensors_of(whole, wanted),
+            card=card is not None,
+        )
     if card is not None:
         table = table.plus(Tier.DEVICE, Kind.ALLOCATOR, counted.allocator_bytes)
-    if chosen.notes:
-        shapes = tensors_of(stage, wanted), tensors_of(whole, wanted)
-        table = exchange_states(table, job.policies, wanted, *shapes)
-        table = in_flight(table, wanted)
     tensors = tensors_of(config, wanted)
     return DryRun(
         table,
@@ -98,6 +104,8 @@ def _counted(
     both depths is taken.
     """
     depths = depths_of(config, _shallow(job.policies), every=job.policies.checkpointing.every)
+    if activations_leave and not depths.steps:
+        return _with_few_resident(config, job)
     if full_depth or not depths.steps:
         return _program(config, job)
     few = _program(with_depth(config, depths.few), job)
@@ -126,6 +134,18 @@ def _shallow(policies: Policies) -> int:
 
 def _along(few: dict[Tier, Kinds], more: dict[Tier, Kinds], steps: int) -> dict[Tier, Kinds]:
     return {tier: extrapolate(few[tier], more[tier], steps) for tier in Tier}
+
+
+def _with_few_resident(config: PretrainedConfig, job: Job) -> _Counted:
+    """All layers of a shallow model, of which as many as `SHALLOW` keep their activations here."""
+    every = _program(config, job)
+    resident = _program(with_depth(config, min(SHALLOW, config.num_hidden_layers)), job)
+    most: dict[Phase, int] = defaultdict(int)
+    for (phase, _), tiers in resident.sections.items():
+        most[phase] = max(most[phase], tiers[Tier.DEVICE].get(Kind.ACTIVATIONS, 0))
+    for (phase, _), tiers in every.sections.items():
+        _leave(tiers, most[phase])
+    return every
 
 
 def _leave(tiers: dict[Tier, Kinds], resident: int) -> None:
@@ -169,7 +189,10 @@ def _program(config: PretrainedConfig, job: Job) -> _Counted:
         if policies.sharding.ranks > 1:
             # The model stood here whole before it was shared out; in a run it streams into shards.
             sections[Phase.LOAD, ""] = load_shards(engine, card=card is not None)
-            sections[Phase.INIT, ""] = {**sections[Phase.RESUME, ""], Tier.HOST: {}}
+            resumed = sections[Phase.RESUME, ""]
+            host = dict(resumed[Tier.HOST])
+            host.pop(Kind.BUFFERS, None)  # what was read
+            sections[Phase.INIT, ""] = {**resumed, Tier.HOST: host}
     return _Counted(sections, allocator.max_reserved_bytes - _device_peak(sections))
 
 

@@ -63,7 +63,8 @@ class Job(BaseModel):
 
     # What to train
     model_name_or_path: str = Field(
-        description="Folder with config.json and safetensors, or a name on the Hub."
+        description="Folder with config.json and safetensors, or a name on the Hub; to estimate, "
+        "also a config.json."
     )
     finetuning_type: Literal["full", "lora"] = Field(
         "full",

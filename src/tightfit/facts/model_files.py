@@ -1,4 +1,4 @@
-"""Finds config.json: in a model's folder, or in the Hub cache on this machine.
+"""Finds config.json: as a file, in a model's folder, in the Hub cache on this machine, on the Hub.
 
 Says what is wrong with what is there instead. Does not look into the content, nor at weights.
 """
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, ModelNotFoundError
 
 # Files that older tools write beside packed weights, where newer ones write into config.json.
 _QUANTISERS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_HUB_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,83 @@ def _cached_file(name: str, file: str, hub_cache: Path) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def fetch_from_hub(name: str, hub_cache: Path) -> ConfigFile:
+    """config.json of a name on the Hub, downloaded into the cache; no other file is.
+
+    Raises:
+        ModelNotFoundError: the Hub does not give one; the message is the reason and nothing else.
+        InputError: it is broken.
+    """
+    if name.count("/") != 1:
+        raise ModelNotFoundError("names there are like organisation/model")
+    if _is_offline():
+        raise ModelNotFoundError("not asked, because HF_HUB_OFFLINE is set")
+    return ConfigFile(_read_json(_download_config(name, hub_cache)))
+
+
+def _is_offline() -> bool:
+    """By huggingface_hub's rule; its own answer would be as old as its import."""
+    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return said.upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _download_config(name: str, hub_cache: Path) -> Path:
+    import huggingface_hub as hub
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+
+    try:
+        # Asks once; a download alone asks seven times, for 23 s, where there is no network.
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+        return Path(
+            hub.hf_hub_download(
+                name, "config.json", cache_dir=hub_cache, etag_timeout=_HUB_TIMEOUT_S
+            )
+        )
+    except (HFValidationError, HTTPError, OSError) as error:
+        raise ModelNotFoundError(_why_not_fetched(error)) from error
+
+
+def _why_not_fetched(error: Exception) -> str:
+    """In our words, because huggingface_hub's hold addresses and advice for its own functions."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HFValidationError):
+        return "names there are like organisation/model"
+    if isinstance(error, errors.GatedRepoError):
+        return "gated: accept its licence there and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "has no such model, or it is private and HF_TOKEN does not open it"
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return "has it without config.json, as adapters and GGUF files are; name the base model"
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"answered with an error, HTTP {error.response.status_code}"
+    if isinstance(error, OSError):
+        return f"config.json was not fetched ({error.strerror or type(error).__name__})"
+    return f"could not be reached ({str(error) or type(error).__name__})"
+
+
+def read_file(path: Path) -> ConfigFile:
+    """The file as a config.json, whatever its name and whatever lies beside it.
+
+    Raises:
+        InputError: it is broken, an adapter's or a GGUF file, or does not end in .json.
+    """
+    if path.suffix.lower() == ".gguf":
+        raise InputError(_gguf_advice(path))
+    if path.suffix.lower() != ".json":
+        raise InputError(f"{path} is a file; name the folder that holds config.json, or that file")
+    if path.name == "adapter_config.json":
+        raise InputError(f"{path} is no model. {_adapter_advice(path)}")
+    return ConfigFile(_read_json(path))
+
+
 def read_folder(path: Path) -> ConfigFile:
     """config.json of a model folder.
 
     Raises:
         InputError: it is broken, or there is something else: an adapter, a GGUF file, packed
-            weights, a file where a folder should be.
+            weights.
     """
-    if path.suffix.lower() == ".gguf":
-        raise InputError(_gguf_advice(path))
-    if path.is_file():
-        raise InputError(f"{path} is a file; name the folder that holds config.json")
     adapter = path / "adapter_config.json"
     if adapter.is_file():
         raise InputError(f"{path} is no model folder. {_adapter_advice(adapter)}")

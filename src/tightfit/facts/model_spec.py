@@ -1,7 +1,8 @@
 """The shape of a model, read from its config.json without loading torch, transformers or weights.
 
-A name is looked for as a local folder, then in the Hub cache on this machine, then in the built-in
-catalogue. Nothing is downloaded. Knows nothing about precision, sharding or memory.
+A name is looked for as a local folder or file, then in the Hub cache on this machine, then in the
+built-in catalogue, and only then on the Hub, whose config.json is all that is ever downloaded.
+Knows nothing about precision, sharding or memory.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from tightfit.facts.model_files import (
     ConfigFile,
     as_path,
     default_hub_cache,
+    fetch_from_hub,
     local_path,
     read_cached,
+    read_file,
     read_folder,
 )
 from tightfit.facts.parameter_count import ParameterCounts
 
-Source = Literal["folder", "hub cache", "catalogue"]
+Source = Literal["folder", "file", "hub cache", "catalogue", "hub"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class ModelSpec(ConfigFields):
     """A model's config.json and where it was found.
 
     Attributes:
-        name: the Hub name, or the folder as the user wrote it.
+        name: the Hub name, or the folder or file as the user wrote it.
         config: the content of config.json, unchanged.
         assumptions: what a user must be told about it, one sentence each.
     """
@@ -71,7 +74,10 @@ class ModelSpec(ConfigFields):
 
 
 def load_model_spec(name_or_path: str, hub_cache: Path | None = None) -> ModelSpec:
-    """The spec of a model folder, or of a Hub name in the local cache or the catalogue.
+    """The spec of a model folder, a config.json, or a Hub name.
+
+    A name that neither the local cache nor the catalogue has is asked for on the Hub, for a few
+    seconds at most, unless HF_HUB_OFFLINE is set; its config.json then stays in the cache.
 
     Args:
         hub_cache: the folder of the Hub cache; by default where HF_HOME puts it.
@@ -85,15 +91,21 @@ def load_model_spec(name_or_path: str, hub_cache: Path | None = None) -> ModelSp
         raise InputError("the model's name is empty; give a folder or a name on the Hub")
     path = local_path(name_or_path)
     hub_cache = hub_cache or default_hub_cache()
+    if path is not None and path.is_file():
+        return _checked(name_or_path, "file", read_file(path))
     if path is not None:
         return _checked(name_or_path, "folder", read_folder(path))
     cached = read_cached(name_or_path, hub_cache)
     if cached is not None:
         return _checked(name_or_path, "hub cache", cached)
     known = find_in_catalogue(name_or_path)
-    if known is None:
-        raise ModelNotFoundError(_not_found(name_or_path, hub_cache))
-    return ModelSpec(known.name, "catalogue", known.config, known.assumptions)
+    if known is not None:
+        return ModelSpec(known.name, "catalogue", known.config, known.assumptions)
+    try:
+        fetched = fetch_from_hub(name_or_path, hub_cache)
+    except ModelNotFoundError as reason:
+        raise ModelNotFoundError(_not_found(name_or_path, hub_cache, str(reason))) from reason
+    return _checked(name_or_path, "hub", fetched)
 
 
 def _checked(name: str, source: Source, file: ConfigFile) -> ModelSpec:
@@ -102,7 +114,7 @@ def _checked(name: str, source: Source, file: ConfigFile) -> ModelSpec:
     return spec
 
 
-def _not_found(name: str, hub_cache: Path) -> str:
+def _not_found(name: str, hub_cache: Path, not_on_hub: str) -> str:
     nearest = nearest_names(name)
     like = f"; nearest: {', '.join(nearest)}" if nearest else ""
     return (
@@ -110,5 +122,7 @@ def _not_found(name: str, hub_cache: Path) -> str:
         f"  a folder {as_path(name).absolute()}: it does not exist\n"
         f"  the Hub cache {hub_cache}: no config.json of that name\n"
         f"  the built-in catalogue: not among its {len(catalogue_names())} names{like}\n"
-        f"Download it with `hf download {name}`, or name a folder with config.json."
+        f"  the Hub: {not_on_hub}\n"
+        f"Check the name, or name a folder with config.json or that file. `hf download {name}` puts"
+        " a model into the cache where the Hub can be reached."
     )

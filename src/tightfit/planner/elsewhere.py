@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from transformers import PretrainedConfig
 
@@ -20,7 +21,7 @@ from tightfit.dry_run.other_engines import other_bill
 from tightfit.engine.adapter import import_library
 from tightfit.policies import AttentionKernel, LossKind, Policies, Tier
 
-_WIDE = 2**24  # values of a tensor so large that what optimizers keep per tensor is no matter
+_WIDE = (4096, 4096)  # so large that what optimizers keep per tensor or per row is no matter
 _ENGINES = {
     0: (OtherEngine.DDP,),
     1: (OtherEngine.ZERO1,),
@@ -104,7 +105,7 @@ def _autocasts(policies: Policies, engine: OtherEngine) -> bool:
 
 def _widths(policies: Policies, engine: OtherEngine) -> Widths:
     narrow = policies.precision.parameter_bytes
-    states = moment_bytes((_WIDE,), policies.optimizer.name) / _WIDE
+    states = moment_bytes(_WIDE, policies.optimizer.name) / prod(_WIDE)
     if policies.adapter is not None:
         base = policies.quantisation
         quantised = None if base is None else base_bytes_per_parameter(base)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.bill.comparison import ComparisonRow, compare_sharding
+from tightfit.bill.comparison import ComparisonRow, StateBill, compare_sharding
 from tightfit.bill.runtime import Capability
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.bill.textbook import Totals, textbook_state_bytes
@@ -32,14 +32,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from tightfit.planner.elsewhere import Elsewhere
-
-_STATES = (
-    Kind.PARAMETERS,
-    Kind.GRADIENTS,
-    Kind.MASTER_WEIGHTS,
-    Kind.OPTIMIZER_STATES,
-    Kind.COLLECTIVES,
-)
 
 
 @dataclass(frozen=True)
@@ -117,9 +109,9 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
         policies=policies,
         run=run,
         bill=whole_bill(run, policies, card),
-        limits=limits_of(job, hardware),
+        limits=limits_of(job, hardware, card),
         card=card,
-        notes=(*run.notes, *_base_notes(run), *_card_notes(hardware, card)),
+        notes=(*run.notes, *_base_notes(run), *_card_notes(hardware, card, job.num_gpus)),
     )
 
 
@@ -142,9 +134,17 @@ def _base_notes(run: DryRun) -> tuple[str, ...]:
     )
 
 
-def _card_notes(hardware: Hardware, card: Capability | None) -> tuple[str, ...]:
+def _card_notes(hardware: Hardware, card: Capability | None, ranks: int) -> tuple[str, ...]:
     if card is None or hardware.accelerators:
-        return ()
+        few = len(hardware.accelerators) < ranks and card is not None
+        return (
+            (
+                f"this machine has {len(hardware.accelerators)} of the {ranks} cards; all are "
+                "taken to be like its first, and its host to be theirs",
+            )
+            if few
+            else ()
+        )
     return (
         "no card here: kernels and runtime are those of compute capability {}.{} (Ampere)".format(
             *card
@@ -161,21 +161,20 @@ def compare_engines(found: Estimate, config: Config, workload: Workload) -> list
     return price_elsewhere(_loaded(config), found.policies, workload.sequence_length, found.card)
 
 
-def compare_ways(found: Estimate, config: Config) -> list[ComparisonRow]:
-    """The ways to share out the model states of an estimate, what is not states added to each.
-
-    The rest is that of the estimate's own peak: activations, logits, temporaries and the like are
-    of one rank's micro-batch, whatever is shared out.
-    """
+def compare_ways(found: Estimate, config: Config, workload: Workload) -> list[ComparisonRow]:
+    """The ways to share out the model states of an estimate: `textbook` has the states alone, as
+    papers print them, `tightfit` the whole bill of each way at the peak of every tier."""
     from tightfit.dry_run.assumed import tensors_of  # transformers takes seconds to import
 
-    rest = {
-        kind: count
-        for kind, count in found.bill.kinds_at_peak(Tier.DEVICE).items()
-        if kind not in _STATES
-    }
-    tensors = tensors_of(_loaded(config), found.policies)
-    return compare_sharding(tensors, found.policies, shared={Tier.DEVICE: rest})
+    rows = compare_sharding(tensors_of(_loaded(config), found.policies), found.policies)
+    return [replace(row, tightfit=_whole(found, config, workload, row.policies)) for row in rows]
+
+
+def _whole(found: Estimate, config: Config, workload: Workload, policies: Policies) -> StateBill:
+    batch = policies.global_batch_size
+    run = dry_run(config, policies, replace(workload, global_batch_size=batch), card=found.card)
+    bill = whole_bill(run, policies, found.card)
+    return StateBill({tier: bill.kinds_at_peak(tier) for tier in bill.tiers()})
 
 
 def _loaded(config: Config) -> PretrainedConfig:

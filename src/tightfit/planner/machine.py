@@ -47,14 +47,18 @@ _DESCRIBED_CARD: Capability = (8, 0)
 _COMPUTES_IN_BF16: Capability = (8, 0)
 
 
-def card_of(job: Job, hardware: Hardware) -> Capability | None:
-    """The compute capability of the card that a job runs on; None on a CPU.
+def card_here(hardware: Hardware) -> Capability | None:
+    """The compute capability of this machine's first card; None without one."""
+    if not hardware.accelerators:
+        return None
+    return hardware.accelerators[0].capability or _DESCRIBED_CARD
 
-    A job that says how many cards it uses is for cards, wherever it is priced.
-    """
-    if hardware.accelerators:
-        return hardware.accelerators[0].capability or _DESCRIBED_CARD
-    return _DESCRIBED_CARD if "num_gpus" in job.model_fields_set else None
+
+def card_of(job: Job, hardware: Hardware) -> Capability | None:
+    """The card that a job is for: this machine's, or, where the job says how many cards it uses
+    and there are none here, one that nobody has described."""
+    described = _DESCRIBED_CARD if "num_gpus" in job.model_fields_set else None
+    return card_here(hardware) or described
 
 
 def precision_of(job: Job, card: Capability | None) -> str:
@@ -64,14 +68,17 @@ def precision_of(job: Job, card: Capability | None) -> str:
     return "bf16" if card is not None and card >= _COMPUTES_IN_BF16 else "fp32"
 
 
-def limits_of(job: Job, hardware: Hardware) -> Limits:
+def limits_of(job: Job, hardware: Hardware, card: Capability | None) -> Limits:
     """The limits of a job on a machine.
+
+    Args:
+        card: what the job runs on; None is the CPU.
 
     On a CPU device and host share the RAM, unless the job says what the host has: then it may
     describe another machine. So does a job with cards on a machine that has none.
     """
     host = _limit(job.host_memory_limit, hardware.ram_available_bytes)
-    on_cpu = card_of(job, hardware) is None
+    on_cpu = card is None
     described = not on_cpu and not hardware.accelerators
     return Limits(
         device_bytes=_limit(job.memory_limit, None if described else hardware.device_total_bytes),

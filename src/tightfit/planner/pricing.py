@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tightfit.bill.model_states import model_state_bytes
-from tightfit.bill.runtime import Capability, runtime_bytes
+from tightfit.bill.runtime import Capability, likely_link, runtime_bytes
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.workload import Workload
@@ -35,7 +35,14 @@ def fields_of(config: Config) -> Mapping[str, Any]:
 def whole_bill(run: DryRun, policies: Policies, card: Capability | None) -> MemoryTable:
     """A dry run's table, what a card holds beside tensors, and the margin."""
     sharding = policies.sharding
-    runtime = runtime_bytes(card, ranks=sharding.ranks, all_reduces=sharding.zero_stage == 0)
+    sizes = (sharding.data_parallel, sharding.tensor_parallel, sharding.pipeline_parallel)
+    runtime = runtime_bytes(
+        card,
+        ranks=sharding.ranks,
+        communicators=sum(size > 1 for size in sizes),
+        link=likely_link(card),
+        all_reduces=sharding.zero_stage == 0 or sharding.tensor_parallel > 1,
+    )
     table = run.table
     if runtime.total_bytes:
         table = table.plus(Tier.DEVICE, Kind.RUNTIME, runtime.total_bytes)

@@ -25,7 +25,7 @@ from tightfit.facts.job import Job
 from tightfit.facts.logits import logit_transform
 from tightfit.facts.workload import Workload
 from tightfit.planner.explain import nothing_fits, reasons_for
-from tightfit.planner.machine import card_of, limits_of, precision_of
+from tightfit.planner.machine import card_here, limits_of, precision_of
 from tightfit.planner.options import Options, check_agrees, options_of
 from tightfit.planner.plan import Candidate, Limits, Plan, count_techniques
 from tightfit.planner.plan_file import read_policies
@@ -66,7 +66,7 @@ def _prepare(
     rates: Rates | None,
 ) -> _Search:
     _check_can_be_trained(job)
-    card = card_of(job, hardware)
+    card = card_here(hardware)
     precision = precision_of(job, card)
     fields = fields_of(config)
     options = options_of(
@@ -84,7 +84,7 @@ def _prepare(
         )
     rates = rates or measure_rates(device, torch.float32 if card is None else DTYPES[precision])
     pricing = Pricing(options.plain(), config, workload, rates, card)
-    return _Search(pricing, options, limits_of(job, hardware))
+    return _Search(pricing, options, limits_of(job, hardware, card))
 
 
 def _check_can_be_trained(job: Job) -> None:

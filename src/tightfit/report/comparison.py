@@ -32,10 +32,9 @@ _KINDS = {  # columns of the device; what is in none of them is the rest
 }
 _DETAILED_WIDTH = 96  # columns of the terminal that the kinds need
 _NOTES = """\
-textbook: what papers print for the device. tightfit: what this engine keeps there: shards beside \
-the whole, padding, fp32 master weights among the optimizer states."""
-_REST = "Every row has the same rest, such as activations."
-_STATES_ONLY = "Model states only: activations and temporaries come on top."
+textbook: model states alone, as papers print them. tightfit: everything at the card's peak: model \
+states (fp32 master weights among the optimizer states), whole layers beside their shards, and the \
+rest: activations, temporaries, runtime, margin."""
 
 _Column = Callable[[StateBill], int]
 
@@ -52,8 +51,7 @@ def show_strategies(
     detailed = console.width >= _DETAILED_WIDTH
     console.print(Text(f"{title}, {unit} per card", style="bold"), soft_wrap=True)
     console.print(_strategies_table(rows, limits, factor, detailed=detailed))
-    has_rest = any(_rest_bytes(row.tightfit) for row in rows)
-    console.print(Text(f"{_NOTES} {_REST if has_rest else _STATES_ONLY}", style="dim"))
+    console.print(Text(_NOTES, style="dim"))
 
 
 def show_engines(console: Console, title: str, engines: Sequence[Elsewhere]) -> None:

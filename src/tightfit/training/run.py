@@ -80,7 +80,7 @@ def prepare(job: Job) -> PreparedRun:
     output_dir, resume_from = check_output_dir(job)
     _check_prompt(job)
     spec = load_model_spec(job.model_name_or_path)
-    if spec.source == "catalogue":
+    if spec.source in ("catalogue", "file", "hub"):
         raise ModelNotFoundError(
             f"{job.model_name_or_path} is known by its config only; training needs its weights: "
             "download it and give the folder, or put it into the Hub cache (HF_HOME)"
