@@ -17,6 +17,7 @@ from tightfit.units import GIB, KIB, MIB, format_bytes, format_seconds, parse_by
         ("1.5 GiB", 3 * GIB // 2),
         (" 7 kib ", 7 * KIB),
         ("1tib", 2**40),
+        ("24G", 24 * GIB),
         ("12", 12),
         ("12B", 12),
         (12, 12),
@@ -26,7 +27,7 @@ def test_parse_bytes(text: str | int, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1,5GiB", "1 G", "1e3", "auto", "1GiB2"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1,5GiB", "1 GG", "1e3", "auto", "1GiB2"])
 def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)

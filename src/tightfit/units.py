@@ -15,6 +15,10 @@ _FACTORS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "K": KIB,
+    "M": MIB,
+    "G": GIB,
+    "T": 2**40,
     "KIB": KIB,
     "MIB": MIB,
     "GIB": GIB,
@@ -24,7 +28,7 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of `"900MiB"`, `"24GB"`, `"1.5 GiB"` or a plain number.
+    """Bytes of `"900MiB"`, `"24GB"`, `"1.5 GiB"`, `"24G"` (binary) or a plain number.
 
     Raises:
         ValueError: the text is not a size.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from transformers import PretrainedConfig
+import pytest
+from transformers import DeepseekV3Config, PretrainedConfig
 
 from tightfit.bill.runtime import likely_link, runtime_bytes
 from tightfit.bill.table import Kind
@@ -29,7 +31,6 @@ def test_it_is_the_job_as_it_is_typed(
     assert found.policies.checkpointing.enabled
     assert found.policies.loss.kind is LossKind.FULL
     assert count_techniques(found.policies) == 1
-    assert found.notes == ()
     assert Kind.RUNTIME not in found.bill.kinds_at_peak(Tier.DEVICE)
 
 
@@ -76,7 +77,9 @@ def test_the_way_that_is_the_job_has_its_bill(
 ) -> None:
     keys = {"num_gpus": 2, "zero_stage": 2, "offload_optimizer": "cpu"}
     found = estimate_job(job(**keys), config, workload, hardware)
-    rows = {row.name: row for row in compare_ways(found, config, workload)}
+    ways, refused = compare_ways(found, config, workload)
+    rows = {row.name: row for row in ways}
+    assert refused == []
     assert {row.policies.sharding.ranks for row in rows.values()} == {2}
     own = rows["ZeRO-2, optimizer on host"]
     assert own.policies == found.policies
@@ -91,7 +94,8 @@ def test_later_stages_take_no_more(
     config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
 ) -> None:
     found = estimate_job(job(num_gpus=2, precision="bf16"), config, workload, hardware)
-    rows = {row.name: row.tightfit.device_bytes for row in compare_ways(found, config, workload)}
+    ways, _ = compare_ways(found, config, workload)
+    rows = {row.name: row.tightfit.device_bytes for row in ways}
     assert rows["DDP, optimizer on host"] <= rows["DDP"]
     assert rows["ZeRO-3"] <= rows["ZeRO-2"]
     assert rows["ZeRO-3, optimizer on host"] < rows["DDP"]
@@ -123,3 +127,41 @@ def test_textbook_states_are_those_of_papers(
     found = estimate_job(job(precision="bf16"), config, workload, hardware)
     states = sum(found.textbook()[Tier.DEVICE].values())
     assert states == 16 * found.run.trainable
+
+
+def test_ways_that_cannot_be_taken_leave_the_others(
+    workload: Workload, hardware: Hardware, job: MakeJob
+) -> None:
+    """Its routers are fp32 whatever the precision, which FSDP2 does not take."""
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, first_k_dense_replace=1, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    found = estimate_job(job(num_gpus=2), config, workload, hardware)
+    ways, refused = compare_ways(found, config, workload)
+    assert [row.name for row in ways] == ["DDP", "DDP, optimizer on host"]
+    assert len(refused) == 7
+    assert "one type for all that is trained" in refused[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({"num_gpus": 1, "zero_stage": 3}, "zero_stage 3 shares nothing out"),
+        ({"lora_rank": 4}, "lora_rank: no effect on finetuning_type full"),
+        ({"memory_limit": "24GB"}, "priced for the CPU of this machine"),
+    ],
+)
+def test_keys_that_do_not_do_what_they_seem_to_are_told(
+    config: PretrainedConfig,
+    workload: Workload,
+    hardware: Hardware,
+    job: MakeJob,
+    keys: dict[str, Any],
+    note: str,
+) -> None:
+    found = estimate_job(job(**keys), config, workload, hardware)
+    assert any(note in said for said in found.notes)

@@ -61,10 +61,10 @@ def test_the_screen(bill: MemoryTable) -> None:
     lines = printed(bill).splitlines()
     assert lines[:5] == [
         "device: peak 2.25 GiB in backward, device limit 1.95 GiB: 300.0 MiB missing",
-        "load     PPPPPPPPPP                               |        500.0 MiB",
-        "forward  PPPPPPPPPPOOOOOOOOOOOOOOOOOOOOOAAAAAAL   |         1.81 GiB",
-        "backward PPPPPPPPPPGGGGGGGGOOOOOOOOOOOOOOOOOOOOOTT|TTTTTT   2.25 GiB  +300.0 MiB",
-        "step     PPPPPPPPPPGGGGGGGGGGGGGOOOOOOOOOOOOOOOOOO|OO       2.05 GiB  +100.0 MiB",
+        "load     PPPPPPPPPP                              |        500.0 MiB",
+        "forward  PPPPPPPPPPOOOOOOOOOOOOOOOOOOOOAAAAAAL   |         1.81 GiB",
+        "backward PPPPPPPPPPGGGGGGGGOOOOOOOOOOOOOOOOOOOOTT|TTTTTT   2.25 GiB  +300.0 MiB",
+        "step     PPPPPPPPPPGGGGGGGGGGGGOOOOOOOOOOOOOOOOOO|OO       2.05 GiB  +100.0 MiB",
     ]
     assert lines[5] == ""
     assert lines[6].startswith("host: peak 400.0 MiB in forward, host limit 62.50 GiB: fits")

@@ -37,18 +37,21 @@ def chart(bill: MemoryTable, limits: Limits, tier: Tier = Tier.DEVICE) -> TierCh
         (
             Tier.HOST,
             Limits(shared_bytes=2400 * MIB),
-            "host: peak 400.0 MiB in forward, 100.0 MiB left of RAM limit 2.34 GiB: "
+            "host: peak 400.0 MiB in forward, RAM limit 2.34 GiB less 2.25 GiB of the other tiers: "
             "300.0 MiB missing",
         ),
         (
             Tier.HOST,
             Limits(shared_bytes=1000 * MIB),
-            "host: peak 400.0 MiB in forward, 0 B left of RAM limit 1000.0 MiB: 400.0 MiB missing",
+            "host: peak 400.0 MiB in forward, "
+            "RAM limit 1000.0 MiB less 2.25 GiB of the other tiers: "
+            "400.0 MiB missing",
         ),
         (
             Tier.DEVICE,
             Limits(device_bytes=2300 * MIB, shared_bytes=2600 * MIB),
-            "device: peak 2.25 GiB in backward, 2.15 GiB left of RAM limit 2.54 GiB: "
+            "device: peak 2.25 GiB in backward, "
+            "RAM limit 2.54 GiB less 400.0 MiB of the other tiers: "
             "100.0 MiB missing",
         ),
     ],

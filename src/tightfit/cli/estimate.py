@@ -48,13 +48,14 @@ def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None 
     too_long = check_length(spec, job.cutoff_len)
     workload = planned_workload(job)
     found = estimate_job(job, spec.config, workload, usable_hardware(Path()))
-    notes = (*spec.assumptions, *([too_long] if too_long else []), *found.notes)
-    rows = compare_ways(found, spec.config, workload) if compare else []
+    rows, refused = compare_ways(found, spec.config, workload) if compare else ([], [])
+    notes = (*spec.assumptions, *([too_long] if too_long else []), *found.notes, *refused)
     engines = compare_engines(found, spec.config, workload) if compare else []
     if as_json:
         content = {**found.to_json(), "notes": list(notes)}
         if compare:
-            limits = replace(found.limits, ranks=rows[0].policies.sharding.ranks)
+            ranks = rows[0].policies.sharding.ranks if rows else 1
+            limits = replace(found.limits, ranks=ranks)
             content["compare"] = strategies_json(rows, limits)
             content["elsewhere"] = engines_json(engines)
         print(json.dumps(content, indent=2))

@@ -63,7 +63,7 @@ def apply_sharding(root: nn.Module, model: PreTrainedModel, policies: Policies) 
 
     Raises:
         ConfigError: this process is not one of as many ranks as the policy says.
-        UnsupportedError: tensor or pipeline parallel.
+        UnsupportedError: tensor or pipeline parallel, or trained parameters of several types.
     """
     policy = policies.sharding
     if policy.tensor_parallel > 1 or policy.pipeline_parallel > 1:
@@ -93,7 +93,23 @@ def _check_ranks(policy: ShardingPolicy) -> None:
         )
 
 
+def _check_types(root: nn.Module) -> None:
+    """See that what is trained has one type, which FSDP2 needs of every group.
+
+    Raises:
+        UnsupportedError: some of it is kept in fp32 whatever the precision (routers of DeepSeek).
+    """
+    types = {p.dtype: name for name, p in root.named_parameters() if p.requires_grad}
+    if len(types) > 1:
+        named = " and ".join(f"{dtype} ({name})" for dtype, name in types.items())
+        raise UnsupportedError(
+            f"ZeRO stages need one type for all that is trained, and this model has {named}; set "
+            "precision: fp32, zero_stage: 0, or train adapters (finetuning_type: lora)"
+        )
+
+
 def _shard(root: nn.Module, layers: nn.ModuleList, policies: Policies) -> Shards:
+    _check_types(root)
     mesh = _mesh(next(root.parameters()).device, policies.sharding)
     stage = policies.sharding.zero_stage
     with ledger.labelled(Kind.PARAMETERS):

@@ -182,7 +182,11 @@ class Job(BaseModel):
     offload_activations: Annotated[
         Literal["auto", "true", "false"], BeforeValidator(_bool_to_word)
     ] = Field("auto", description="What layers save for backward waits on the host.")
-    num_gpus: Cards = Field(1, description="Cards used, one rank each.")
+    num_gpus: Cards = Field(
+        1,
+        description="Cards used, one rank each. An estimate that names it is for cards, wherever "
+        "it is made; else it is for this machine.",
+    )
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_bits)] = Field(
         "auto",
         description="What data-parallel ranks share out: 0 nothing, 1 optimizer states, "

@@ -6,7 +6,7 @@ machine that has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from tightfit.bill.runtime import Capability
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.bill.textbook import Totals, textbook_state_bytes
 from tightfit.dry_run import DryRun, dry_run
+from tightfit.errors import UnsupportedError
 from tightfit.facts.attention import default_attention
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
@@ -111,7 +112,12 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
         bill=whole_bill(run, policies, card),
         limits=limits_of(job, hardware, card),
         card=card,
-        notes=(*run.notes, *_base_notes(run), *_card_notes(hardware, card, job.num_gpus)),
+        notes=(
+            *run.notes,
+            *_job_notes(job, card),
+            *_base_notes(run),
+            *_card_notes(hardware, card, job.num_gpus),
+        ),
     )
 
 
@@ -122,6 +128,21 @@ def _policies(job: Job, options: Options) -> Policies:
     policies = read_policies(Path(job.plan))
     check_agrees(policies, options, job)
     return replace(policies, optimizer=options.fixed.optimizer)
+
+
+def _job_notes(job: Job, card: Capability | None) -> Iterator[str]:
+    """Keys that change nothing, and what a limit is compared with."""
+    given = job.model_fields_set
+    if job.data_parallel_ranks == 1 and job.zero_stage not in ("auto", 0):
+        yield f"zero_stage {job.zero_stage} shares nothing out: there is one data-parallel rank"
+    lora = sorted(key for key in given if key.startswith("lora_"))
+    if job.finetuning_type == "full" and lora:
+        yield f"{', '.join(lora)}: no effect on finetuning_type full; give finetuning_type: lora"
+    if card is None and {"memory_limit", "host_memory_limit"} & given:
+        yield (
+            "priced for the CPU of this machine, in its precision, where device and host share the "
+            "RAM; with num_gpus: 1 it is priced for a card"
+        )
 
 
 def _base_notes(run: DryRun) -> tuple[str, ...]:
@@ -161,13 +182,24 @@ def compare_engines(found: Estimate, config: Config, workload: Workload) -> list
     return price_elsewhere(_loaded(config), found.policies, workload.sequence_length, found.card)
 
 
-def compare_ways(found: Estimate, config: Config, workload: Workload) -> list[ComparisonRow]:
-    """The ways to share out the model states of an estimate: `textbook` has the states alone, as
-    papers print them, `tightfit` the whole bill of each way at the peak of every tier."""
+def compare_ways(
+    found: Estimate, config: Config, workload: Workload
+) -> tuple[list[ComparisonRow], list[str]]:
+    """The ways to share out the model states of an estimate, and why others cannot be taken.
+
+    `textbook` has the states alone, as papers print them, `tightfit` the whole bill of each way at
+    the peak of every tier.
+    """
     from tightfit.dry_run.assumed import tensors_of  # transformers takes seconds to import
 
-    rows = compare_sharding(tensors_of(_loaded(config), found.policies), found.policies)
-    return [replace(row, tightfit=_whole(found, config, workload, row.policies)) for row in rows]
+    rows: list[ComparisonRow] = []
+    refused: list[str] = []
+    for row in compare_sharding(tensors_of(_loaded(config), found.policies), found.policies):
+        try:
+            rows.append(replace(row, tightfit=_whole(found, config, workload, row.policies)))
+        except UnsupportedError as error:
+            refused.append(f"{row.name}: {error}")
+    return rows, refused
 
 
 def _whole(found: Estimate, config: Config, workload: Workload, policies: Policies) -> StateBill:

@@ -13,7 +13,7 @@ from tightfit.errors import DoesNotFitError
 from tightfit.planner.options import without_technique
 from tightfit.planner.plan import Limits, count_techniques, describe_policies
 from tightfit.planner.pricing import Pricing
-from tightfit.policies import AdapterPolicy, Policies, Tier
+from tightfit.policies import AdapterPolicy, Policies, PrecisionPolicy, Tier
 from tightfit.units import MIB, format_bytes, format_seconds
 
 _SHORTEST_SEQUENCE = 64
@@ -90,6 +90,11 @@ def _would_fit(
     shorter = _longest_sequence_that_fits(policies, pricing, limits)
     if shorter is not None:
         yield f"cutoff_len: {shorter} instead of {pricing.workload.sequence_length}"
+    if policies.precision.parameters == "fp32":
+        half = replace(policies, precision=PrecisionPolicy("bf16"))
+        if _fits(half, pricing, limits):
+            peak = pricing.bill(half, full_depth=True).peak_bytes(Tier.DEVICE)
+            yield f"precision: bf16 instead of fp32: {format_bytes(peak)} on the device"
     if policies.adapter is None:
         with_lora = replace(policies, adapter=lora)
         if _fits(with_lora, pricing, limits):

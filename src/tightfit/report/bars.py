@@ -48,7 +48,7 @@ def _cells_across(width: int, chart: TierChart) -> int:
     """Cells of the widest bar: what the texts beside it leave of `width` columns."""
     texts = _PHASE_WIDTH + _GAPS_WIDTH + _BYTES_WIDTH
     if chart.over_bytes(chart.highest):
-        texts += _BYTES_WIDTH + 2
+        texts += _BYTES_WIDTH + 3  # two blanks and a plus
     return min(_MOST_CELLS, max(_LEAST_CELLS, width - texts))
 
 

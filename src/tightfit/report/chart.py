@@ -145,4 +145,5 @@ def _share(name: str, limit_bytes: int, others_bytes: int) -> Room:
     if not others_bytes:
         return Room(limit_bytes, f"{name} limit {format_bytes(limit_bytes)}")
     left = max(0, limit_bytes - others_bytes)
-    return Room(left, f"{format_bytes(left)} left of {name} limit {format_bytes(limit_bytes)}")
+    taken, limit = format_bytes(others_bytes), format_bytes(limit_bytes)
+    return Room(left, f"{name} limit {limit} less {taken} of the other tiers")

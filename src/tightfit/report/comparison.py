@@ -36,6 +36,10 @@ textbook: model states alone, as papers print them. tightfit: everything at the 
 states (fp32 master weights among the optimizer states), whole layers beside their shards, and the \
 rest: activations, temporaries, runtime, margin."""
 
+_ENGINES = """\
+Set up as their users do: parameters in fp32 (DeepSpeed: fp32 masters), 16 bits by autocast or by \
+gathering; whole logits unless the loss is in chunks."""
+
 _Column = Callable[[StateBill], int]
 
 
@@ -66,6 +70,7 @@ def show_engines(console: Console, title: str, engines: Sequence[Elsewhere]) -> 
             str(row.engine), format_bytes(row.allocated_bytes), format_bytes(row.device_bytes)
         )
     console.print(table)
+    console.print(Text(_ENGINES, style="dim"))
 
 
 def engines_json(engines: Sequence[Elsewhere]) -> list[dict[str, object]]:
