@@ -157,7 +157,13 @@ def _summary(measured: list[Line], left_out: list[Line]) -> str:
     errors = [line.error for line in measured if line.error is not None]
     within = sum(abs(error) <= ALLOWED_ERROR for error in errors)
     return (
-        "Predictions come from `benchmarks/published.py`, never from the published figure. GiB per "
+        "Predictions come from `benchmarks/published.py`; none is made from its row's own figure. "
+        "A few habits of other programs, which no source states, were inferred from sets of "
+        "published figures and hold for all rows of that program: what litgpt's layers keep "
+        "(`keeps_inputs`, `keeps_mlp_product`), that DeepSpeed's stage 3 keeps gathered weights "
+        "without recomputation, when prime-rl's gradients leave, and Megatron's 128 ranks. For "
+        "those programs agreement says less. Explanations are given by rule, from what the source "
+        "leaves open; 'reserved' ones say what kind of thing is missing, not how much. GiB per "
         "card; the error is predicted / published - 1. A published figure is compared with the "
         "metric that its source used; where its G may be GB or GiB, with the nearer of the two. "
         "Where a source leaves something open, the last column says what was assumed.\n\n"

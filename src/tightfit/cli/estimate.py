@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.bill.comparison import ComparisonRow
+from tightfit.bill.table import Kind
 from tightfit.cli.quiet import quiet_libraries
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.job import Job
@@ -96,16 +97,27 @@ def _title(job: Job, found: Estimate) -> str:
 
 
 def _model_line(spec: ModelSpec, found: Estimate) -> str:
-    """The model, its parameters, and what papers print for its model states."""
+    """The model, its parameters, and what papers print for them."""
     totals = found.totals
     said = f"{spec.name}: {totals.trainable:,} parameters trained"
     if totals.frozen:
         said += f", {totals.frozen:,} frozen"
     if totals.quantised:
         said += f", {totals.quantised:,} frozen in {_bits(found)} bits"
-    textbook = sum(sum(kinds.values()) for kinds in found.textbook().values())
     precision = found.policies.precision.parameters
-    return f"{said}, {precision}; textbook model states {format_bytes(textbook)} in all tiers"
+    return f"{said}, {precision}; {_textbook(found)}"
+
+
+def _textbook(found: Estimate) -> str:
+    """What papers print, all tiers together."""
+    textbook = found.textbook().values()
+    activations = sum(kinds.get(Kind.ACTIVATIONS, 0) for kinds in textbook)
+    states = sum(sum(kinds.values()) for kinds in textbook) - activations
+    whose = " of a rank" if found.policies.sharding.ranks > 1 else ""
+    return (
+        f"textbook model states{whose} {format_bytes(states)}, "
+        f"activations {format_bytes(activations)}"
+    )
 
 
 def _machine_line(found: Estimate) -> str:

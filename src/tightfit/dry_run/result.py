@@ -14,6 +14,7 @@ class Shape:
     """What the step-time model asks of an architecture; the same at every depth but `layers`."""
 
     layers: int
+    heads: int
     hidden_size: int
     vocab_size: int
     tied: bool

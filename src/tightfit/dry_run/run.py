@@ -87,6 +87,7 @@ def run(
         tensors.count(trainable=False, quantised=True),
         Shape(
             config.num_hidden_layers,
+            config.num_attention_heads,
             config.hidden_size,
             config.vocab_size,
             bool(config.tie_word_embeddings),

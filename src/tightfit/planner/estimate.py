@@ -15,6 +15,11 @@ from tightfit.bill.comparison import ComparisonRow, StateBill, compare_sharding
 from tightfit.bill.runtime import Capability
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.bill.textbook import Totals, textbook_state_bytes
+from tightfit.bill.textbook_activations import (
+    Recomputation,
+    Transformer,
+    first_stage_activation_bytes,
+)
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.errors import UnsupportedError
 from tightfit.facts.attention import default_attention
@@ -27,7 +32,7 @@ from tightfit.planner.options import Options, check_agrees, options_of
 from tightfit.planner.plan import Limits, bill_json, techniques
 from tightfit.planner.plan_file import read_policies
 from tightfit.planner.pricing import Config, fields_of, whole_bill
-from tightfit.policies import Policies, Tier
+from tightfit.policies import AttentionKernel, Policies, Tier
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,6 +48,7 @@ class Estimate:
         bill: of one rank, margin included.
         card: compute capability of the card that it is for; None for a CPU.
         notes: what of the bill is assumed.
+        sequence_length: tokens of the longest sequence.
     """
 
     policies: Policies
@@ -51,6 +57,7 @@ class Estimate:
     limits: Limits
     card: Capability | None
     notes: tuple[str, ...]
+    sequence_length: int
 
     @property
     def totals(self) -> Totals:
@@ -58,8 +65,35 @@ class Estimate:
         return Totals(self.run.trainable, self.run.frozen, self.run.quantised)
 
     def textbook(self) -> Mapping[Tier, Mapping[Kind, int]]:
-        """Model states of one rank as papers print them."""
-        return textbook_state_bytes(self.totals, self.policies)
+        """Model states and activations of one rank as papers print them, without logits."""
+        tiers = {
+            tier: dict(kinds)
+            for tier, kinds in textbook_state_bytes(self.totals, self.policies).items()
+        }
+        tier = self.policies.placement.activations
+        tiers.setdefault(tier, {})[Kind.ACTIVATIONS] = self._textbook_activations()
+        return tiers
+
+    def _textbook_activations(self) -> int:
+        """Megatron's formulas for 16 bits (https://arxiv.org/abs/2205.05198): with a kernel that
+        keeps no scores a layer counts as with selective recomputation."""
+        policies, shape = self.policies, self.run.shape
+        batch, sharding = policies.batch.micro_batch_size, policies.sharding
+        model = Transformer(
+            self.sequence_length, batch, shape.hidden_size, shape.heads, shape.layers
+        )
+        eager = policies.attention.kernel is AttentionKernel.EAGER
+        kept = Recomputation.NONE if eager else Recomputation.SELECTIVE
+        if policies.checkpointing.enabled and policies.checkpointing.every == 1:
+            kept = Recomputation.FULL
+        return round(
+            first_stage_activation_bytes(
+                model,
+                kept,
+                tensor_parallel=sharding.tensor_parallel,
+                pipeline_parallel=sharding.pipeline_parallel,
+            )
+        )
 
     def machine_bytes(self) -> dict[Tier, int]:
         """What all ranks of the machine take together of each tier that they share."""
@@ -118,6 +152,7 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
             *_base_notes(run),
             *_card_notes(hardware, card, job.num_gpus),
         ),
+        sequence_length=workload.sequence_length,
     )
 
 
