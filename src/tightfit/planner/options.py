@@ -95,8 +95,6 @@ def options_of(job: Job, *, precision: str, chunked_loss: bool, attention: str =
             "before the loss; set loss: full"
         )
     full, chunked = LossPolicy(LossKind.FULL), LossPolicy(LossKind.CHUNKED)
-    off, on = CheckpointingPolicy(False), CheckpointingPolicy(True)
-    selective = CheckpointingPolicy(True, every=2)
     adapter = _adapter(job)
     return Options(
         fixed=Policies(
@@ -107,20 +105,11 @@ def options_of(job: Job, *, precision: str, chunked_loss: bool, attention: str =
             attention=AttentionPolicy(
                 AttentionKernel(attention if job.attention == "auto" else job.attention)
             ),
-            sharding=ShardingPolicy(
-                job.num_gpus,
-                0 if job.zero_stage == "auto" else job.zero_stage,
-                job.tensor_parallel_size,
-                job.pipeline_parallel_size,
-            ),
+            sharding=_sharding(job),
         ),
         batches=_batches(job),
         losses=_open(job.loss, {"full": full, "chunked": chunked}) if chunked_loss else (full,),
-        checkpointing=(
-            (selective,)
-            if job.gradient_checkpointing == "selective"
-            else _open(job.gradient_checkpointing, {"false": off, "true": on})
-        ),
+        checkpointing=_checkpointing(job),
         placements=_placements(job),
         lora=adapter,
         lora_if_nothing_fits=(
@@ -205,6 +194,22 @@ def _placements(job: Job) -> tuple[PlacementPolicy, ...]:
             activations=Tier.HOST if job.offload_activations == "true" else Tier.DEVICE,
         )
         for choice in choices
+    )
+
+
+def _checkpointing(job: Job) -> tuple[CheckpointingPolicy, ...]:
+    if job.gradient_checkpointing == "selective":
+        return (CheckpointingPolicy(True, every=2),)
+    off, on = CheckpointingPolicy(False), CheckpointingPolicy(True)
+    return _open(job.gradient_checkpointing, {"false": off, "true": on})
+
+
+def _sharding(job: Job) -> ShardingPolicy:
+    return ShardingPolicy(
+        job.num_gpus,
+        0 if job.zero_stage == "auto" else job.zero_stage,
+        job.tensor_parallel_size,
+        job.pipeline_parallel_size,
     )
 
 
