@@ -14,19 +14,25 @@ import json
 import platform
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from tightfit.bill.table import MemoryTable
 from tightfit.dry_run import dry_run
 from tightfit.errors import UnsupportedError
+from tightfit.facts.attention import default_attention
 from tightfit.facts.catalogue import catalogue_names
 from tightfit.facts.model_spec import load_model_spec
 from tightfit.facts.workload import Workload
 from tightfit.policies import (
     AdapterPolicy,
+    AttentionKernel,
+    AttentionPolicy,
     BatchPolicy,
     CheckpointingPolicy,
     Policies,
@@ -91,36 +97,48 @@ def worst(few: MemoryTable, whole: MemoryTable) -> tuple[float, str]:
     return max(found, key=lambda entry: abs(entry[0]))
 
 
+def compare(index: int, name: str, config: dict[str, Any]) -> list[tuple[str, float]]:
+    """A row of the page for each of the policies, and its difference."""
+    kernel = AttentionPolicy(AttentionKernel(default_attention(config)))
+    more = [POLICIES[1 + index // EVERY % 2]] if index % EVERY == 0 else []
+    rows = []
+    for label, policies in (POLICIES[0], *more):
+        own = replace(policies, attention=kernel)
+        try:
+            begin = time.perf_counter()
+            few = dry_run(config, own, WORKLOAD)
+            middle = time.perf_counter()
+            whole = dry_run(config, own, WORKLOAD, full_depth=True)
+            end = time.perf_counter()
+        except UnsupportedError as error:
+            rows.append((f"| {name} | {label} | refused: {error} | | |", 0.0))
+            continue
+        error, where = worst(few.table, whole.table)
+        peak = whole.table.peak_bytes(Tier.DEVICE) / 2**30
+        times = (end - middle) / (middle - begin)
+        text = f"| {name} | {label} | {peak:.2f} | {error:+.4%} ({where}) | {times:.1f} |"
+        rows.append((text, abs(error)))
+    return rows
+
+
 def main() -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names that contain this")
-    only = parser.parse_args().only
-    rows, largest = [], 0.0
-    for index, (name, config) in enumerate(architectures()):
-        if only not in name:
-            continue
-        more = [POLICIES[1 + index // EVERY % 2]] if index % EVERY == 0 else []
-        for label, policies in (POLICIES[0], *more):
-            try:
-                begin = time.perf_counter()
-                few = dry_run(config, policies, WORKLOAD)
-                middle = time.perf_counter()
-                whole = dry_run(config, policies, WORKLOAD, full_depth=True)
-                end = time.perf_counter()
-            except UnsupportedError as error:
-                rows.append(f"| {name} | {label} | refused: {error} | | |")
-                continue
-            error, where = worst(few.table, whole.table)
-            largest = max(largest, abs(error))
-            peak = whole.table.peak_bytes(Tier.DEVICE) / 2**30
-            rows.append(
-                f"| {name} | {label} | {peak:.2f} | {error:+.4%} ({where}) "
-                f"| {(end - middle) / (middle - begin):.1f} |"
-            )
-            print(rows[-1], flush=True)
-    if not only:
-        RESULT.write_text(_page(rows, largest))
+    parser.add_argument("--processes", type=int, default=1, help="architectures at a time")
+    given = parser.parse_args()
+    jobs = [
+        (index, name, config)
+        for index, (name, config) in enumerate(architectures())
+        if given.only in name
+    ]
+    rows: list[tuple[str, float]] = []
+    with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
+        for found in pool.map(compare, *zip(*jobs, strict=True)):
+            rows += found
+            print(*(text for text, _ in found), sep="\n", flush=True)
+    if not given.only:
+        RESULT.write_text(_page([text for text, _ in rows], max(error for _, error in rows)))
 
 
 def _page(rows: list[str], largest: float) -> str:
