@@ -12,7 +12,6 @@ from rich.text import Text
 
 from tightfit.bill.comparison import ComparisonRow
 from tightfit.bill.table import Kind
-from tightfit.cli.quiet import quiet_libraries
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
@@ -40,7 +39,6 @@ def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None 
         compare: show the ways to share the model states out as well.
         picture: a new file to draw the bill into.
     """
-    quiet_libraries()
     if picture is not None:
         from tightfit.report.picture import check_picture_path  # only this needs templates
 

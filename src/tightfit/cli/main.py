@@ -21,6 +21,7 @@ from tightfit.cli.arguments import (
     overrides_of,
     prepare_arguments,
 )
+from tightfit.cli.quiet import quiet_libraries
 from tightfit.errors import TightfitError
 from tightfit.facts.job import Job
 
@@ -63,6 +64,7 @@ def _run(argv: Sequence[str]) -> int:
     arguments, unknown = _parser().parse_known_args(prepare_arguments(argv))
     complain_about(unknown)
     verb: str = arguments.verb
+    quiet_libraries()  # before a verb imports them
     if verb == "train":
         return _train(_job(arguments))
     if verb == "plan":

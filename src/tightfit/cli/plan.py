@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.cli.quiet import quiet_libraries
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
@@ -22,7 +21,6 @@ from tightfit.report.tables import show_bill, show_plan
 
 def run(job: Job, *, as_json: bool) -> int:
     """Plan a job; returns the exit code."""
-    quiet_libraries()
     hardware = usable_hardware(Path(job.output_dir or "."))
     spec = load_model_spec(job.model_name_or_path)
     too_long = check_length(spec, job.cutoff_len)

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.cli.plan import show_plan_with_bills
-from tightfit.cli.quiet import quiet_libraries
 from tightfit.errors import TrainingError
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
@@ -23,7 +22,6 @@ from tightfit.units import format_bytes, format_seconds
 
 def run(job: Job) -> int:
     """Train a job; returns the exit code."""
-    quiet_libraries()
     console = Console(soft_wrap=False)
     prepared = prepare(job)
     if prepared.steps_done >= prepared.total_steps:

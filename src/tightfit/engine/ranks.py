@@ -66,7 +66,8 @@ class Replicas:
 
     A gradient is summed over ranks in its own storage, as soon as the last micro-batch's backward
     has finished it, while backward goes on: no bucket is copied to, and nothing is on the bill
-    that one rank would not have.
+    that one rank would not have. As with torch's DistributedDataParallel, every rank's last
+    micro-batch must reach the same parameters, so that all sum the same ones in the same order.
 
     Args:
         module: made equal on all ranks by sending rank 0's values.
