@@ -53,10 +53,10 @@ def dry_run(
     kept = read_entry(entry)
     if kept is not None:
         return kept
-    from tightfit.dry_run.config import load_config  # transformers takes seconds to import
+    from tightfit.dry_run.config import transformers_config  # it takes seconds to import
     from tightfit.dry_run.run import run
 
-    loaded = load_config(dict(config)) if isinstance(config, Mapping) else config
+    loaded = transformers_config(config)
     found = run(loaded, policies, workload, full_depth=full_depth, card=card)
     write_entry(entry, found)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
             "name the text part of a model that has several"
         )
     return loaded
+
+
+def transformers_config(config: Mapping[str, Any] | PretrainedConfig) -> PretrainedConfig:
+    """A config as transformers has it, from the content of a config.json or as it is.
+
+    Raises:
+        InputError, UnsupportedError: as `load_config`.
+    """
+    return load_config(dict(config)) if isinstance(config, Mapping) else config
 
 
 def _one_line(error: Exception) -> str:

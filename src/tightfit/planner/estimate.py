@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.bill.comparison import ComparisonRow, StateBill, compare_sharding
@@ -22,21 +21,16 @@ from tightfit.bill.textbook_activations import (
 )
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.errors import UnsupportedError
-from tightfit.facts.attention import default_attention
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
-from tightfit.facts.logits import logit_transform
 from tightfit.facts.workload import Workload
 from tightfit.planner.machine import card_of, limits_of, precision_of
-from tightfit.planner.options import Options, check_agrees, options_of
+from tightfit.planner.options import model_options, planned_policies
 from tightfit.planner.plan import Limits, bill_json, techniques
-from tightfit.planner.plan_file import read_policies
 from tightfit.planner.pricing import Config, fields_of, whole_bill
 from tightfit.policies import AttentionKernel, Policies, Tier
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from tightfit.planner.elsewhere import Elsewhere
 
 
@@ -131,14 +125,8 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
         UnsupportedError: the model cannot do what the job asks.
     """
     card = card_of(job, hardware)
-    fields = fields_of(config)
-    options = options_of(
-        job,
-        precision=precision_of(job, card),
-        chunked_loss=logit_transform(fields) is None,
-        attention=default_attention(fields),
-    )
-    policies = _policies(job, options)
+    options = model_options(job, fields_of(config), precision_of(job, card))
+    policies = options.plain() if job.plan is None else planned_policies(job, options)
     run = dry_run(config, policies, workload, card=card)
     return Estimate(
         policies=policies,
@@ -154,15 +142,6 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
         ),
         sequence_length=workload.sequence_length,
     )
-
-
-def _policies(job: Job, options: Options) -> Policies:
-    """Those of the job's plan file, or the plain ones."""
-    if job.plan is None:
-        return options.plain()
-    policies = read_policies(Path(job.plan))
-    check_agrees(policies, options, job)
-    return replace(policies, optimizer=options.fixed.optimizer)
 
 
 def _job_notes(job: Job, card: Capability | None) -> Iterator[str]:
@@ -212,9 +191,12 @@ def compare_engines(found: Estimate, config: Config, workload: Workload) -> list
     """What one card would take for the job with other engines; nothing for a CPU."""
     if found.card is None:
         return []
-    from tightfit.planner.elsewhere import price_elsewhere  # transformers takes seconds to import
+    from tightfit.dry_run.config import transformers_config  # transformers takes seconds to import
+    from tightfit.planner.elsewhere import price_elsewhere
 
-    return price_elsewhere(_loaded(config), found.policies, workload.sequence_length, found.card)
+    return price_elsewhere(
+        transformers_config(config), found.policies, workload.sequence_length, found.card
+    )
 
 
 def compare_ways(
@@ -226,10 +208,13 @@ def compare_ways(
     the peak of every tier.
     """
     from tightfit.dry_run.assumed import tensors_of  # transformers takes seconds to import
+    from tightfit.dry_run.config import transformers_config
 
     rows: list[ComparisonRow] = []
     refused: list[str] = []
-    for row in compare_sharding(tensors_of(_loaded(config), found.policies), found.policies):
+    for row in compare_sharding(
+        tensors_of(transformers_config(config), found.policies), found.policies
+    ):
         try:
             rows.append(replace(row, tightfit=_whole(found, config, workload, row.policies)))
         except UnsupportedError as error:
@@ -242,9 +227,3 @@ def _whole(found: Estimate, config: Config, workload: Workload, policies: Polici
     run = dry_run(config, policies, replace(workload, global_batch_size=batch), card=found.card)
     bill = whole_bill(run, policies, found.card)
     return StateBill({tier: bill.kinds_at_peak(tier) for tier in bill.tiers()})
-
-
-def _loaded(config: Config) -> PretrainedConfig:
-    from tightfit.dry_run.config import load_config
-
-    return load_config(dict(config)) if isinstance(config, Mapping) else config

@@ -5,14 +5,18 @@ Turns the keys of a job into lists of choices; knows neither memory nor time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from tightfit.errors import ConfigError
+from tightfit.facts.attention import default_attention
 from tightfit.facts.job import Job
+from tightfit.facts.logits import logit_transform
 from tightfit.planner.plan import describe_policies
+from tightfit.planner.plan_file import read_policies
 from tightfit.policies import (
     AdapterPolicy,
     AttentionKernel,
@@ -116,6 +120,32 @@ def options_of(job: Job, *, precision: str, chunked_loss: bool, attention: str =
             adapter if "lora" in job.allow and job.finetuning_type == "full" else None
         ),
     )
+
+
+def model_options(job: Job, config: Mapping[str, Any], precision: str) -> Options:
+    """The choices that `job` leaves open for the model of a config.
+
+    Raises:
+        ConfigError: the job asks for a chunked loss that the model does not support.
+    """
+    return options_of(
+        job,
+        precision=precision,
+        chunked_loss=logit_transform(config) is None,
+        attention=default_attention(config),
+    )
+
+
+def planned_policies(job: Job, options: Options) -> Policies:
+    """The policies of the job's plan file, with the job's own optimizer.
+
+    Raises:
+        ConfigError: the file is wrong, or contradicts the job.
+    """
+    assert job.plan is not None
+    policies = read_policies(Path(job.plan))
+    check_agrees(policies, options, job)
+    return replace(policies, optimizer=options.fixed.optimizer)
 
 
 def check_agrees(policies: Policies, options: Options, job: Job) -> None:

@@ -10,8 +10,7 @@ and only when nothing else fits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,16 +18,13 @@ from tightfit.bill.table import MemoryTable
 from tightfit.engine.precision import DTYPES
 from tightfit.engine.supported import check_engine_can
 from tightfit.errors import DoesNotFitError, UnsupportedError
-from tightfit.facts.attention import default_attention
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
-from tightfit.facts.logits import logit_transform
 from tightfit.facts.workload import Workload
 from tightfit.planner.explain import nothing_fits, reasons_for
 from tightfit.planner.machine import card_here, limits_of, precision_of
-from tightfit.planner.options import Options, check_agrees, options_of
+from tightfit.planner.options import Options, model_options, planned_policies
 from tightfit.planner.plan import Candidate, Limits, Plan, count_techniques
-from tightfit.planner.plan_file import read_policies
 from tightfit.planner.pricing import Config, Pricing, fields_of
 from tightfit.planner.rates import Rates, measure_rates
 from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies
@@ -54,7 +50,7 @@ def plan_job(
     """
     search = _prepare(job, config, workload, hardware, rates)
     if job.plan is not None:
-        return search.require_fit(search.plan_of(search.planned(job, Path(job.plan))))
+        return search.require_fit(search.plan_of(planned_policies(job, search.options)))
     return search.best()
 
 
@@ -68,13 +64,7 @@ def _prepare(
     _check_can_be_trained(job)
     card = card_here(hardware)
     precision = precision_of(job, card)
-    fields = fields_of(config)
-    options = options_of(
-        job,
-        precision=precision,
-        chunked_loss=logit_transform(fields) is None,
-        attention=default_attention(fields),
-    )
+    options = model_options(job, fields_of(config), precision)
     check_engine_can(options.plain())
     device = torch.device("cpu" if card is None else "cuda")
     if rates is None and card is not None and not torch.cuda.is_available():
@@ -135,16 +125,6 @@ class _Search:
             lean += self.options.leanest(self.options.lora_if_nothing_fits)
         priced += [policies for policies in lean if self._refusal(policies) is None]
         return priced or [self.options.plain()]
-
-    def planned(self, job: Job, path: Path) -> Policies:
-        """The policies of a plan file with the job's own optimizer.
-
-        Raises:
-            ConfigError: the file is wrong, or contradicts the job.
-        """
-        policies = read_policies(path)
-        check_agrees(policies, self.options, job)
-        return replace(policies, optimizer=self.options.fixed.optimizer)
 
     def require_fit(self, plan: Plan) -> Plan:
         """`plan`, if it fits.
