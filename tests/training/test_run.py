@@ -43,7 +43,9 @@ if kind == "lora":
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 ids = tokenizer("What is number 3?", return_tensors="pt")["input_ids"]
 with torch.no_grad():
-    save_file({"ids": ids, "logits": model.eval()(input_ids=ids).logits}, out)
+    logits = model.eval()(input_ids=ids).logits
+weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+save_file({**weights, "ids": ids, "logits": logits}, out)
 """
 
 
@@ -90,9 +92,12 @@ def test_the_output_loads_in_a_fresh_process(
     )
     loaded = load_file(out)
     model = engines[0].model.eval()
+    ids, logits = loaded.pop("ids"), loaded.pop("logits")
+    assert_same_bits(loaded, dict(model.named_parameters()))
     with torch.no_grad():
-        trained = model(input_ids=loaded["ids"]).logits
-    assert torch.equal(trained, loaded["logits"])
+        trained = model(input_ids=ids).logits
+    # Processors differ in whether a product's last bit depends on where its factors lie in memory.
+    torch.testing.assert_close(trained, logits, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_run_leaves(run_job: RunJob) -> None:
