@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
     LossPolicy,
+    OptimizerPolicy,
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
@@ -58,28 +60,62 @@ def test_policies_are_frozen_and_hashable() -> None:
     assert len({policies, Policies(), Policies(batch=BatchPolicy(2, 1))}) == 2
 
 
+DEVICE, HOST, NVME, PINNED = Tier.DEVICE, Tier.HOST, Tier.NVME, Tier.PINNED
+LORA = AdapterPolicy()
+BF16, SPLIT = PrecisionPolicy("bf16"), OptimizerPolicy(split_master=True)
+AWAY = PlacementPolicy(HOST, HOST, HOST)
+
+
 @pytest.mark.parametrize(
     ("gradients", "states"),
-    [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.HOST), (Tier.HOST, Tier.NVME)],
-)
-def test_gradients_go_where_the_update_runs(gradients: Tier, states: Tier) -> None:
+    [
+        (DEVICE, DEVICE), (HOST, HOST), (DEVICE, HOST), (DEVICE, NVME), (HOST, NVME), (NVME, NVME),
+    ],
+)  # fmt: skip
+def test_gradients_add_up_where_the_update_runs_or_before(gradients: Tier, states: Tier) -> None:
     Policies(placement=PlacementPolicy(gradients, states))
 
 
 @pytest.mark.parametrize(
-    ("gradients", "states", "message"),
+    ("policies", "message"),
     [
-        (Tier.DEVICE, Tier.HOST, "gradients on device with optimizer states on host"),
-        (Tier.HOST, Tier.DEVICE, "gradients on host with optimizer states on device"),
-        (Tier.NVME, Tier.NVME, "gradients can be placed on device or host, not on nvme"),
-        (Tier.PINNED, Tier.HOST, "gradients can be placed on device or host, not on pinned"),
+        ({"placement": PlacementPolicy(HOST, DEVICE)}, "gradients on host with optimizer states"),
+        ({"placement": PlacementPolicy(NVME, HOST)}, "gradients on nvme with optimizer states"),
+        ({"placement": PlacementPolicy(PINNED, HOST)}, "say host"),
+        ({"placement": PlacementPolicy(activations=NVME)}, "device or host, not on nvme"),
+        ({"placement": PlacementPolicy(optimizer_fraction=0.0)}, "optimizer_fraction is 0.0"),
+        ({"placement": PlacementPolicy(parameter_fraction=1.5)}, "parameter_fraction is 1.5"),
+        ({"placement": PlacementPolicy(prefetch=-1)}, "prefetch is -1"),
+        ({"placement": PlacementPolicy(lazy_step=True)}, "lazy_step is for states off the device"),
+        ({"placement": PlacementPolicy(parameters=HOST)}, "place all of them off the device first"),
+        (
+            {"placement": PlacementPolicy(HOST, HOST, HOST, optimizer_fraction=0.5)},
+            "place all of them off the device first",
+        ),
+        ({"optimizer": SPLIT}, "trained in bf16 themselves"),
+        ({"optimizer": SPLIT, "precision": BF16, "adapter": LORA}, "trained in bf16 themselves"),
+        (
+            {"optimizer": SPLIT, "precision": BF16, "placement": PlacementPolicy(HOST, HOST)},
+            "the two must be together",
+        ),
     ],
 )
-def test_placements_that_cannot_work_are_refused(
-    gradients: Tier, states: Tier, message: str
-) -> None:
+def test_placements_that_cannot_work_are_refused(policies: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        Policies(placement=PlacementPolicy(gradients, states))
+        Policies(**policies)
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        {"placement": AWAY},
+        {"placement": PlacementPolicy(parameters=HOST), "adapter": LORA},  # the base alone
+        {"placement": AWAY, "precision": BF16, "optimizer": SPLIT},
+        {"precision": BF16, "optimizer": SPLIT},
+    ],
+)
+def test_placements_that_work(policies: dict[str, Any]) -> None:
+    Policies(**policies)
 
 
 @pytest.mark.parametrize("batch", [BatchPolicy(0, 1), BatchPolicy(1, 0), BatchPolicy(-1, 2)])

@@ -108,12 +108,29 @@ class AttentionPolicy:
 
 @dataclass(frozen=True)
 class PlacementPolicy:
-    """Tiers of the model states and of saved activations (master weights live with the states)."""
+    """Tiers of the model states and of saved activations (master weights live with the states).
+
+    Attributes:
+        gradients: where those of several micro-batches add up. They end where the update runs.
+        optimizer_states: of as many of the last layers as the fraction says; others' are on the
+            device, with their gradients.
+        parameters: of as many of the first layers as the fraction says; each is on the device
+            while it computes. Frozen ones too, which are never written back.
+        optimizer_fraction, parameter_fraction: of the decoder's layers, rounded up. What belongs
+            to no layer goes where all layers go, and stays on the device when one stays.
+        prefetch: layers whose parameters, or activations, are fetched ahead.
+        lazy_step: whether updates off the device go on while the next forward runs; each layer
+            waits for its own.
+    """
 
     gradients: Tier = Tier.DEVICE
     optimizer_states: Tier = Tier.DEVICE
     parameters: Tier = Tier.DEVICE
     activations: Tier = Tier.DEVICE
+    optimizer_fraction: float = 1.0
+    parameter_fraction: float = 1.0
+    prefetch: int = 1
+    lazy_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +174,12 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True)
 class OptimizerPolicy:
-    """The optimizer and the numbers that are its own."""
+    """The optimizer and the numbers that are its own.
+
+    Attributes:
+        split_master: the fp32 master of a bf16 parameter is kept as the parameter and the 16 bits
+            that it lacks, 2 bytes less; the parameter is the master rounded half away from zero.
+    """
 
     name: OptimizerName = OptimizerName.ADAMW
     learning_rate: float = 5e-5
@@ -165,6 +187,7 @@ class OptimizerPolicy:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    split_master: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,6 +221,7 @@ def check_compatible(policies: Policies) -> None:
         UnsupportedError: naming the nearest combination that works.
     """
     _check_placement(policies.placement)
+    _check_update_place(policies)
     _check_sharding(policies.sharding)
     batch = policies.batch
     if batch.micro_batch_size < 1 or batch.accumulation_steps < 1:
@@ -215,22 +239,54 @@ def check_compatible(policies: Policies) -> None:
         )
 
 
+_DISTANCE = (Tier.DEVICE, Tier.HOST, Tier.NVME)
+
+
 def _check_placement(placement: PlacementPolicy) -> None:
-    if placement.gradients not in (Tier.DEVICE, Tier.HOST):
-        raise UnsupportedError(
-            f"gradients can be placed on device or host, not on {placement.gradients}"
-        )
-    if Tier.PINNED in (placement.optimizer_states, placement.parameters, placement.activations):
+    tiers = (placement.gradients, placement.optimizer_states, placement.parameters)
+    if Tier.PINNED in (*tiers, placement.activations):
         raise UnsupportedError("pinned is how the host holds what travels; say host")
     if placement.activations is Tier.NVME:
         raise UnsupportedError("activations can be placed on device or host, not on nvme")
-    on_device = placement.optimizer_states is Tier.DEVICE
-    if (placement.gradients is Tier.DEVICE) != on_device:
+    if _DISTANCE.index(placement.gradients) > _DISTANCE.index(placement.optimizer_states):
         raise UnsupportedError(
             f"gradients on {placement.gradients} with optimizer states on "
-            f"{placement.optimizer_states}: gradients go where the update runs, which is the "
-            "host as soon as the states leave the device"
+            f"{placement.optimizer_states}: gradients can add up where the states are or nearer to "
+            "the device"
         )
+    for name in ("optimizer_fraction", "parameter_fraction"):
+        fraction = getattr(placement, name)
+        if not 0 < fraction <= 1:
+            raise UnsupportedError(
+                f"{name} is {fraction}; it is above 0 and at most 1 (for nothing, say device)"
+            )
+    if placement.prefetch < 0:
+        raise UnsupportedError(f"prefetch is {placement.prefetch}; it is 0 or more")
+    if placement.lazy_step and placement.optimizer_states is Tier.DEVICE:
+        raise UnsupportedError("lazy_step is for states off the device: those on it take no time")
+
+
+def _check_update_place(policies: Policies) -> None:
+    """What is trained is updated where its states are, and must be there or pass by."""
+    placement, everything = policies.placement, policies.adapter is None
+    states_leave = placement.optimizer_states is not Tier.DEVICE
+    parameters_leave = placement.parameters is not Tier.DEVICE
+    all_leave = states_leave and placement.optimizer_fraction == 1
+    if parameters_leave and everything and not all_leave:
+        raise UnsupportedError(
+            f"parameters on {placement.parameters} while optimizer states stay on the device: the "
+            "states take more, so place all of them off the device first"
+        )
+    if policies.optimizer.split_master:
+        if not everything or policies.precision.parameters != "bf16":
+            raise UnsupportedError(
+                "a split master needs parameters that are trained in bf16 themselves; leave it out"
+            )
+        if states_leave and not parameters_leave:
+            raise UnsupportedError(
+                "a split master is half in the parameter itself, so the two must be together: "
+                "place the parameters off the device too, or leave it out"
+            )
 
 
 def _check_sharding(sharding: ShardingPolicy) -> None:
