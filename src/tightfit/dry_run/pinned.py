@@ -7,30 +7,21 @@ from contextlib import contextmanager
 
 import torch
 
-from tightfit import ledger
-from tightfit.bill.runtime import pinned_block_bytes
-from tightfit.bill.table import Kind
-from tightfit.engine.transfer import Transfer
+from tightfit.engine import transfer
 from tightfit.policies import Tier
 
 
 @contextmanager
 def pinned_host() -> Iterator[None]:
-    """Inside, host tensors of the engine are as large, and on the tier, as with a card."""
-    original = Transfer.empty_on_host
-    Transfer.empty_on_host = _empty_block  # type: ignore[method-assign]
+    """Inside, what the engine keeps on the host is on the tier where it is with a card."""
+    original = transfer.host_tier_of
+    transfer.host_tier_of = _as_with_a_card
     try:
         yield
     finally:
-        Transfer.empty_on_host = original  # type: ignore[method-assign]
+        transfer.host_tier_of = original
 
 
-def _empty_block(
-    self: Transfer, like: torch.Tensor, kind: Kind, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """See `Transfer.empty_on_host`; torch locks whole blocks."""
-    dtype = dtype or like.dtype
-    size = like.numel() * dtype.itemsize
-    with ledger.labelled(kind, Tier.PINNED):
-        block = torch.empty(pinned_block_bytes(size), dtype=torch.uint8)
-    return block[:size].view(dtype).view(like.shape)
+def _as_with_a_card(device: torch.device) -> Tier:
+    """See `transfer.host_tier_of`; fake tensors are on the CPU whatever they stand for."""
+    return Tier.PINNED
