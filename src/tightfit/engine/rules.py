@@ -1,0 +1,291 @@
+"""The optimizers' updates of flat pieces of parameters, with states in the policy's format.
+
+Values pass through the processor's cache a chunk at a time: a 16-bit gradient is widened, clipped
+and applied there, 8-bit moments and split masters are put together there and taken apart again, and
+the result is written out in the parameter's type. In fp32, bits are those of torch's fused
+optimizers. Knows nothing of models, of when an update is due, or of where memory comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightfit.bill.optimizers import BLOCK_8BIT, MIN_8BIT_VALUES
+from tightfit.bill.shards import ceil_divide
+from tightfit.engine.arithmetic import ARITHMETIC, Arithmetic, Numbers, Wide
+from tightfit.engine.moments import WORK_BUFFERS, Table, dequantise, make_table, quantise
+from tightfit.errors import UnsupportedError
+from tightfit.policies import OptimizerName, OptimizerPolicy
+
+CHUNK_VALUES = 2**18  # a few fp32 buffers of it stay in a processor's L3 cache
+REMAINDER = "remainder"
+_SCALES = "_scales"  # ends the name of a moment's scales
+_NEVER_NEGATIVE = ("exp_avg_sq",)
+
+
+@dataclass
+class Piece:
+    """What an update needs of one parameter, or of a run of its values.
+
+    All tensors but `step` are flat and contiguous, `[values]`, on the tier where the update runs.
+
+    Attributes:
+        weight: fp32, updated in place: the master, or the parameter itself. None with a split
+            master, of which the upper half is `narrow`.
+        gradient: fp32 or 16 bits; consumed.
+        states: by name, as `Rule.states` has them; scales are `[blocks]`.
+        step: fp32 scalar on the CPU or the device, which counts this step already. None where the
+            rule does not count.
+        narrow: the parameter's values, written at the end; it may be the very memory of a
+            gradient whose type is as wide or wider. With a split master it is bf16, read before,
+            and has memory of its own. None when `weight` is all there is.
+    """
+
+    weight: Tensor | None
+    gradient: Tensor
+    states: Mapping[str, Tensor]
+    step: Tensor | None
+    narrow: Tensor | None
+
+    @property
+    def values(self) -> int:
+        """How many values of the parameter it has."""
+        return self.gradient.numel()
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that updates work in, made once by `Rule.scratch`: flat fp32, empty where not needed.
+
+    Attributes:
+        chunk_values: most values at a time.
+        gradient, weight: a chunk of what is kept in 16 bits, widened.
+        moments: a chunk of each that is kept in 8 bits, dequantised.
+        work: what the arithmetic, splitting and quantising use by turns.
+        tables: of the 8-bit moments.
+    """
+
+    chunk_values: int
+    gradient: Tensor
+    weight: Tensor
+    moments: Mapping[str, Tensor]
+    work: Tensor
+    tables: Mapping[str, Table]
+
+
+class Rule:
+    """How one optimizer updates pieces; made by `rule_of`.
+
+    Args:
+        arithmetic: the optimizer.
+        eight_bit: whether the moments of large parameters are kept in 8 bits.
+        split_master: whether there is no fp32 master but a bf16 parameter and a remainder.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, *, eight_bit: bool, split_master: bool) -> None:
+        self._arithmetic = arithmetic
+        self._quantised = arithmetic.moments if eight_bit else ()
+        self._split_master = split_master
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a piece needs the number of the step."""
+        return self._arithmetic.counts
+
+    def states(self, values: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Tensors that a parameter of so many values needs, as (elements, type) by name.
+
+        The step counter and an fp32 master are not among them; a split master's remainder is.
+        """
+        found: dict[str, tuple[int, torch.dtype]] = {}
+        for name in self._arithmetic.moments:
+            if name in self._quantised and values >= MIN_8BIT_VALUES:
+                found[name] = (values, torch.uint8)
+                found[name + _SCALES] = (ceil_divide(values, BLOCK_8BIT), torch.float32)
+            else:
+                found[name] = (values, torch.float32)
+        if self._split_master:
+            found[REMAINDER] = (values, torch.int16)
+        return found
+
+    def initialise(self, states: Mapping[str, Tensor]) -> None:
+        """Fill fresh states in place: moments of 0, and masters that are what parameters are.
+
+        Of 8-bit moments the scales are 0, so that no code stands for anything else.
+
+        Args:
+            states: by their names in `states`, of any shapes.
+        """
+        for state in states.values():
+            state.zero_()
+
+    def scratch_values(
+        self, largest: int, gradient_type: torch.dtype, chunk_values: int = CHUNK_VALUES
+    ) -> int:
+        """fp32 values of scratch memory that updates need; 0 where all is done in place.
+
+        Args:
+            largest: values of the largest parameter.
+            gradient_type: the narrowest of the gradients.
+            chunk_values: most values at a time, a multiple of 256.
+        """
+        chunk = min(chunk_values, BLOCK_8BIT * ceil_divide(largest, BLOCK_8BIT))
+        return chunk * sum(self._buffers(gradient_type))
+
+    def scratch(self, memory: Tensor, gradient_type: torch.dtype) -> Scratch:
+        """Divide `memory` up: fp32 `[scratch_values]`, on the tier where updates run.
+
+        Makes tables of 65 KiB for each 8-bit moment, on the same device.
+        """
+        buffers = self._buffers(gradient_type)
+        chunk = memory.numel() // sum(buffers) if any(buffers) else CHUNK_VALUES
+        gradient, weight, moments, work = memory.split([chunk * count for count in buffers])
+        names = self._quantised
+        tables = {name: make_table(memory.device, signed=_signed(name)) for name in names}
+        by_name = dict(zip(names, moments.split(chunk), strict=False))
+        return Scratch(chunk, gradient, weight, by_name, work, tables)
+
+    def _buffers(self, gradient_type: torch.dtype) -> tuple[int, int, int, int]:
+        """Chunks of scratch memory for gradient, weight, moments and work."""
+        splits = int(self._split_master)
+        work = max(splits, int(self._arithmetic.spare), WORK_BUFFERS if self._quantised else 0)
+        return int(gradient_type is not torch.float32), splits, len(self._quantised), work
+
+    @torch.no_grad()
+    def update(
+        self, pieces: Sequence[Piece], numbers: Numbers, clip: Tensor | None, scratch: Scratch
+    ) -> None:
+        """Apply one step of one group to `pieces`; allocates nothing of any size.
+
+        Args:
+            pieces: of any sizes.
+            numbers: the group's.
+            clip: what gradients are multiplied by, an fp32 scalar on the pieces' device.
+            scratch: for no other thread meanwhile.
+        """
+        whole = [piece for piece in pieces if self._is_in_place(piece)]
+        if whole:
+            self._apply_whole(whole, numbers, clip)
+        for piece in pieces:
+            if not self._is_in_place(piece):
+                for chunk in chunks(piece, scratch.chunk_values):
+                    self._apply_chunk(chunk, numbers, clip, scratch)
+
+    def _is_in_place(self, piece: Piece) -> bool:
+        """Whether the arithmetic runs on the piece's own tensors and needs no others."""
+        if piece.weight is None or piece.narrow is not None or self._arithmetic.spare:
+            return False
+        tensors = (piece.weight, piece.gradient, *piece.states.values())
+        return all(tensor.dtype is torch.float32 for tensor in tensors)
+
+    def _apply_whole(self, pieces: Sequence[Piece], numbers: Numbers, clip: Tensor | None) -> None:
+        """All pieces at once, as torch's optimizers do."""
+        gradients = [piece.gradient for piece in pieces]
+        if clip is not None:
+            torch._foreach_mul_(gradients, clip)
+        names = self._arithmetic.moments
+        moments = [[piece.states[name] for piece in pieces] for name in names]
+        weights = [piece.weight for piece in pieces if piece.weight is not None]
+        steps = [piece.step for piece in pieces if piece.step is not None]
+        self._arithmetic.apply(Wide(weights, gradients, moments, steps), numbers, None)
+
+    def _apply_chunk(
+        self, piece: Piece, numbers: Numbers, clip: Tensor | None, scratch: Scratch
+    ) -> None:
+        """Widen what is narrow, apply, make narrow again what was."""
+        gradient = piece.gradient
+        if gradient.dtype is not torch.float32:
+            gradient = scratch.gradient[: piece.values].copy_(gradient)
+        if clip is not None:
+            gradient.mul_(clip)
+        weight = self._weight(piece, scratch)
+        moments = [self._moment(piece, name, scratch) for name in self._arithmetic.moments]
+        steps = [] if piece.step is None else [piece.step]
+        wide = Wide([weight], [gradient], [[moment] for moment in moments], steps)
+        self._arithmetic.apply(wide, numbers, scratch.work)
+        for name, moment in zip(self._arithmetic.moments, moments, strict=True):
+            self._keep_moment(piece, name, moment, scratch)
+        self._keep_weight(piece, weight, scratch)
+
+    def _weight(self, piece: Piece, scratch: Scratch) -> Tensor:
+        """The master itself, or put together from its halves."""
+        if piece.weight is not None:
+            return piece.weight
+        assert piece.narrow is not None
+        weight = scratch.weight[: piece.values].copy_(piece.narrow)
+        low = scratch.work[: piece.values].view(torch.int32).copy_(piece.states[REMAINDER])
+        weight.view(torch.int32).add_(low)
+        return weight
+
+    def _keep_weight(self, piece: Piece, weight: Tensor, scratch: Scratch) -> None:
+        """Write the parameter, and what it lacks of a split master.
+
+        The remainder is the lower 16 bits as a signed number. Without it the upper bits are the
+        master rounded to bf16, half away from zero.
+        """
+        if piece.weight is None:
+            bits, remainder = weight.view(torch.int32), piece.states[REMAINDER]
+            remainder.copy_(bits)
+            bits.sub_(scratch.work[: piece.values].view(torch.int32).copy_(remainder))
+        if piece.narrow is not None:
+            piece.narrow.copy_(weight)
+
+    def _moment(self, piece: Piece, name: str, scratch: Scratch) -> Tensor:
+        """A moment itself, or dequantised."""
+        moment = piece.states[name]
+        if moment.dtype is torch.float32:
+            return moment
+        wide = scratch.moments[name][: piece.values]
+        scales = piece.states[name + _SCALES]
+        dequantise(moment, scales, scratch.tables[name], wide, scratch.work)
+        return wide
+
+    def _keep_moment(self, piece: Piece, name: str, wide: Tensor, scratch: Scratch) -> None:
+        """Quantise a moment that is kept in 8 bits."""
+        moment = piece.states[name]
+        if moment is not wide:
+            scales = piece.states[name + _SCALES]
+            quantise(wide, moment, scales, scratch.tables[name], scratch.work)
+
+
+def rule_of(policy: OptimizerPolicy) -> Rule:
+    """The rule of a policy.
+
+    Raises:
+        UnsupportedError: it has none, as Adafactor, whose states are of rows and columns.
+    """
+    if policy.name not in ARITHMETIC:
+        raise UnsupportedError(
+            f"{policy.name} is priced but does not train yet: it works on whole rows and columns; "
+            "adamw_8bit and lion_8bit have small states too"
+        )
+    eight_bit = policy.name in (OptimizerName.ADAMW_8BIT, OptimizerName.LION_8BIT)
+    return Rule(ARITHMETIC[policy.name], eight_bit=eight_bit, split_master=policy.split_master)
+
+
+def chunks(piece: Piece, values: int = CHUNK_VALUES) -> Iterator[Piece]:
+    """The piece in runs of `values`, a multiple of 256; the last may be shorter, none is empty."""
+    assert values % BLOCK_8BIT == 0, "a run ends where a block of 8-bit moments ends"
+    gradients = piece.gradient.split(values)
+    weights = None if piece.weight is None else piece.weight.split(values)
+    narrow = None if piece.narrow is None else piece.narrow.split(values)
+    states = {
+        name: state.split(values // BLOCK_8BIT if name.endswith(_SCALES) else values)
+        for name, state in piece.states.items()
+    }
+    for run in range(ceil_divide(piece.values, values)):
+        yield Piece(
+            weights[run] if weights else None,
+            gradients[run],
+            {name: parts[run] for name, parts in states.items()},
+            piece.step,
+            narrow[run] if narrow else None,
+        )
+
+
+def _signed(name: str) -> bool:
+    return name not in _NEVER_NEGATIVE
