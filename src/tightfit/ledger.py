@@ -143,10 +143,14 @@ class Ledger(TorchDispatchMode):
 
     # What callers say
 
-    def adopt(self, module: nn.Module) -> None:
-        """Count a module's parameters, gradients and buffers that were made before or elsewhere."""
+    def adopt(self, module: nn.Module, parameters: Tier | None = None) -> None:
+        """Count a module's parameters, gradients and buffers that were made before or elsewhere.
+
+        Args:
+            parameters: their tier; where they are when None.
+        """
         for parameter in module.parameters():
-            self.mark(parameter, Kind.PARAMETERS)
+            self.mark(parameter, Kind.PARAMETERS, parameters)
             if parameter.grad is not None:
                 self.mark(parameter.grad, Kind.GRADIENTS)
         for buffer in module.buffers():
@@ -360,11 +364,11 @@ def table_of_sections(sections: dict[Section, dict[Tier, Kinds]]) -> MemoryTable
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, a view; any other tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    """What this rank holds of a DTensor; any other tensor itself.
+
+    Not `to_local`, which is a view: one of a fake tensor whose storage was freed allocates it anew.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def active() -> Ledger | None:

@@ -124,7 +124,7 @@ def _shard(root: nn.Module, layers: nn.ModuleList, policies: Policies) -> Shards
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_BookedAllGather())
+        module.set_custom_all_gather(BookedAllGather())
         module.set_custom_reduce_scatter(_BookedReduceScatter())
     return Shards(modules, books, waits_for_last=stage == 1)
 
@@ -217,7 +217,7 @@ class _Books:
             ledger.mark(parameter.grad, self._gradient_kind)
 
 
-class _BookedAllGather(DefaultAllGather):
+class BookedAllGather(DefaultAllGather):
     """FSDP2's gather, whose buffers are booked."""
 
     def allocate(
