@@ -84,6 +84,10 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpointing": CheckpointingPolicy(True)},
     "chunk": {"loss": LossPolicy(LossKind.CHUNKED, 5)},
     "host": {"placement": PlacementPolicy(Tier.HOST, Tier.HOST)},
+    "late": {"placement": PlacementPolicy(Tier.DEVICE, Tier.HOST, lazy_step=True)},
+    "away": {"placement": PlacementPolicy(*[Tier.HOST] * 4, lazy_step=True)},
+    "half": {"placement": PlacementPolicy(*[Tier.HOST] * 3, parameter_fraction=0.5)},
+    "disk": {"placement": PlacementPolicy(*[Tier.NVME] * 2, Tier.HOST, lazy_step=True)},
     "lora": {"adapter": AdapterPolicy(rank=2)},
     "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
     "bf16": {"precision": PrecisionPolicy("bf16")},
@@ -112,6 +116,17 @@ CASES = {
         "3 chunk lora discard peek",
         "3 accumulate bf16 host",
         "3 lora bf16 checkpoint off",
+        "0 away accumulate",
+        "0 late accumulate untied",
+        "1 away accumulate checkpoint",
+        "1 late accumulate",
+        "2 disk accumulate inf",
+        "2 away untied peek",
+        "3 away checkpoint discard",
+        "3 half accumulate fail",
+        "3 disk chunk bf16",
+        "3 away qlora",
+        "3 late lora off",
     ],
     4: [
         "0 accumulate",
@@ -119,6 +134,7 @@ CASES = {
         "2 chunk checkpoint",
         "3 accumulate untied",
         "3 host lora inf",
+        "3 away accumulate untied",
     ],
 }
 
@@ -132,8 +148,8 @@ def main(folder: Path) -> None:
     for ranks, cases in CASES.items():
         for case in cases:
             with fake_ranks(ranks), fake_tensors():
-                write(folder / file_name(case, ranks, "fake"), *run(case, ranks, rank=None))
-            write(folder / file_name(case, ranks, "alone"), *run(case, ranks, rank=None))
+                write(folder / file_name(case, ranks, "fake"), *run(case, ranks, None, folder))
+            write(folder / file_name(case, ranks, "alone"), *run(case, ranks, None, folder))
     finish(processes)
 
 
@@ -169,7 +185,7 @@ def one_rank(rank: int, ranks: int, folder: Path) -> None:
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
     )
     for case in CASES[ranks]:
-        write(folder / file_name(case, ranks, str(rank)), *run(case, ranks, rank))
+        write(folder / file_name(case, ranks, str(rank)), *run(case, ranks, rank, folder))
     dist.destroy_process_group()
 
 
@@ -186,7 +202,7 @@ def write(
 
 
 def run(
-    case: str, ranks: int, rank: int | None
+    case: str, ranks: int, rank: int | None, folder: Path
 ) -> tuple[Ledger, list[float], dict[str, torch.Tensor]]:
     """A few steps; `rank` None is a rank of a fake group, if there is one, else one alone.
 
@@ -198,12 +214,16 @@ def run(
     micro_batches = 1 if "short" in words else policies.batch.accumulation_steps
     if not dist.is_initialized():
         policies = replace(policies, sharding=ShardingPolicy(), batch=BatchPolicy())
+        policies = replace(policies, placement=PlacementPolicy())
+    if fake:  # no ledger sees another thread
+        policies = replace(policies, placement=replace(policies.placement, lazy_step=False))
     model = make_model(policies, tied="untied" not in words)
     counting, norms = Ledger(), []
     with counting:
-        counting.adopt(model)
+        on_host = policies.placement.parameters is not Tier.DEVICE
+        counting.adopt(model, Tier.HOST if on_host else None)
         apply_quantisation(model, policies.quantisation)
-        engine = fit(model, policies)
+        engine = fit(model, policies, offload_folder=folder / "disk")
     for step in range(FAKE_STEPS if fake else STEPS):
         counting.chapter = str(step)
         unusual = words if step == UNUSUAL and not fake else []
@@ -297,8 +317,9 @@ def fail_midway(engine: Engine, ids: torch.Tensor, labels: torch.Tensor) -> None
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """Copies of the parameters, shards put together again."""
     parameters = {}
-    for name, parameter in engine.model.named_parameters():
-        value = parameter.detach()
+    state = engine.model.state_dict()
+    for name, _ in engine.model.named_parameters():
+        value = state[name].detach()
         parameters[name] = (
             value.full_tensor() if isinstance(value, DTensor) else value.clone()
         ).contiguous()

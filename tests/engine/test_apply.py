@@ -417,32 +417,6 @@ def test_gradients_wait_on_their_tier(
         assert found == dict.fromkeys(Tier, 0) | {placement.gradients: whole}
 
 
-def test_a_host_that_runs_out_in_backward_is_recovered_from(
-    make_model: Make, make_batch: Make
-) -> None:
-    """The landing place of the second micro-batch does not fit: gradients are left on the device
-    in the middle of autograd's own work."""
-    policies = Policies(placement=HOST, optimizer=OPTIMIZER)
-    ids, labels = make_batch(0)
-    expected = fit(make_model(), policies)
-    expected.backward(expected.loss(ids, labels, 40))
-    expected_norm = expected.step()
-    with Ledger() as counting:
-        model = make_model()
-        counting.adopt(model)
-        engine = fit(model, policies)
-        start = counting.total_bytes(Tier.DEVICE)
-        counting.limits = {Tier.HOST: counting.total_bytes(Tier.HOST)}
-        assert runs_out(engine, ids, labels, counting, failures := {})
-        assert failures == {Phase.BACKWARD: 1}
-        counting.limits = {}
-        engine.discard_gradients()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        engine.backward(engine.loss(ids, labels, 40))  # autograd drops what it kept of the failure
-        assert engine.step() == expected_norm
-        assert counting.total_bytes(Tier.DEVICE) == start
-
-
 @pytest.mark.parametrize("placement", [PlacementPolicy(), HOST], ids=["device", "host"])
 @pytest.mark.parametrize("loss", [LossKind.FULL, LossKind.CHUNKED])
 def test_a_model_that_was_fitted_is_not_fitted_again(

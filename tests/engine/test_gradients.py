@@ -8,63 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.engine import apply
+from tests.engine.postponed import PostponedTransfer
+from tightfit.bill.table import Kind
+from tightfit.engine import apply, gradients
 from tightfit.engine.apply import fit
-from tightfit.engine.transfer import Transfer
-from tightfit.policies import OptimizerPolicy, PlacementPolicy, Policies, PrecisionPolicy, Tier
+from tightfit.ledger import Ledger
+from tightfit.policies import PlacementPolicy, Policies, Tier
 
 Make = Callable[..., Any]
-OPTIMIZER = OptimizerPolicy(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class LateTransfer(Transfer):
-    """Copies nothing before `wait`, and sees that sources are as they were until then."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.most_waiting = 0
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self.waiting.append((destination, source, source.clone()))
-        self.most_waiting = max(self.most_waiting, len(self.waiting))
-
-    def wait(self) -> None:
-        for destination, source, before in self.waiting:
-            assert torch.equal(source, before), "a source was changed before its copy arrived"
-            destination.copy_(source)
-        self.waiting.clear()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_late_copies_change_nothing(
-    make_model: Make,
-    make_batch: Make,
-    monkeypatch: pytest.MonkeyPatch,
-    precision: str,
-    pieces: int,
-) -> None:
-    policies = Policies(
-        placement=PlacementPolicy(Tier.HOST, Tier.HOST),
-        optimizer=OPTIMIZER,
-        precision=PrecisionPolicy(precision),
-    )
-    runs = []
-    for kind in (Transfer, LateTransfer):
-        monkeypatch.setattr(apply, "Transfer", kind)
-        engine = fit(make_model(DTYPES[precision]), policies)
-        norms = []
-        for step in range(4):
-            for piece in range(pieces):
-                ids, labels = make_batch(10 * step + piece)
-                engine.backward(engine.loss(ids, labels, 30 * pieces))
-            norms.append(engine.step())
-        runs.append((norms, [p.detach() for p in engine.model.parameters()]))
-    (norms, parameters), (late_norms, late_parameters) = runs
-    assert late_norms == norms
-    assert all(torch.equal(a, b) for a, b in zip(late_parameters, parameters, strict=True))
+HOST = PlacementPolicy(Tier.HOST, Tier.HOST)
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -72,16 +24,51 @@ def test_one_gradient_at_a_time_is_on_its_way(
     make_model: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     """However slow the copies, the device holds one that leaves and one that is made."""
-    made: list[LateTransfer] = []
+    made: list[PostponedTransfer] = []
 
-    def make(device: torch.device) -> LateTransfer:
-        made.append(LateTransfer(device))
+    def make(device: torch.device) -> PostponedTransfer:
+        made.append(PostponedTransfer(device))
         return made[0]
 
     monkeypatch.setattr(apply, "Transfer", make)
-    engine = fit(make_model(), Policies(placement=PlacementPolicy(Tier.HOST, Tier.HOST)))
-    made[0].most_waiting = 0
+    engine = fit(make_model(), Policies(placement=HOST))
+    made[0].most_pending = 0
     for piece in range(pieces):
         ids, labels = make_batch(piece)
         engine.backward(engine.loss(ids, labels, 30))
-    assert made[0].most_waiting == 1
+    assert made[0].most_pending == 1
+
+
+@pytest.mark.parametrize("landing_values", [5, 16, 10**6])
+def test_a_second_micro_batch_lands_in_pieces_of_any_size(
+    make_model: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch, landing_values: int
+) -> None:
+    norms = []
+    for size in (10**9, 4 * landing_values):
+        monkeypatch.setattr(gradients, "_LANDING_BYTES", size)
+        engine = fit(make_model(), Policies(placement=HOST))
+        for piece in range(3):
+            ids, labels = make_batch(piece)
+            engine.backward(engine.loss(ids, labels, 90))
+        norms.append(engine.step())
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize(
+    ("placement", "whole"), [(HOST, False), (PlacementPolicy(Tier.DEVICE, Tier.HOST), True)]
+)
+def test_gradients_add_up_where_the_plan_says(
+    make_model: Make, make_batch: Make, placement: PlacementPolicy, whole: bool
+) -> None:
+    with Ledger() as counting:
+        model = make_model()
+        counting.adopt(model)
+        engine = fit(model, Policies(placement=placement))
+        everything = 4 * sum(p.numel() for p in model.parameters())
+        ids, labels = make_batch(0)
+        engine.backward(engine.loss(ids, labels, 30))
+        on_device = counting.kinds(Tier.DEVICE).get(Kind.GRADIENTS, 0)
+        assert on_device == (everything if whole else 0)
+        engine.step()
+        assert Kind.GRADIENTS not in counting.kinds(Tier.DEVICE)
+        assert counting.kinds(Tier.HOST)[Kind.GRADIENTS] == everything

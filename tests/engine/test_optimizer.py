@@ -192,8 +192,8 @@ def test_states_go_on_where_they_were_saved(
 def test_states_of_another_model_are_refused(make_model: Make) -> None:
     saved = fit(make_model(hidden_size=32), Policies()).optimizer.state_dict()
     engine = fit(make_model(), Policies())
-    with pytest.raises(ConfigError, match="another model or method"):
+    with pytest.raises(ConfigError, match="another model, method or optimizer"):
         engine.optimizer.load_state_dict(saved)
     saved = fit(make_model(tie_word_embeddings=False), Policies()).optimizer.state_dict()
-    with pytest.raises(ConfigError, match="another model or method"):
+    with pytest.raises(ConfigError, match="another model, method or optimizer"):
         engine.optimizer.load_state_dict(saved)

@@ -43,13 +43,13 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     if place == "model":
         from transformers import PreTrainedModel
 
-        monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_in_rust)
     elif place == "tokenizer":
         from transformers import PreTrainedTokenizerBase
 
         monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
     elif place == "optimizer":
-        monkeypatch.setattr(checkpoints, "save_file", full_in_rust)
+        monkeypatch.setattr(checkpoints, "write_tensors", full)
     elif place == "state":
         monkeypatch.setattr(checkpoints, "asdict", full)
     elif place == "flush":

@@ -48,11 +48,13 @@ def state_widths(policies: Policies, master: Master = Master.FP32) -> Widths:
 
     A gradient has its parameter's type; adapters are fp32 on a base of any type, as peft makes
     them. A master exists where the update cannot run on the parameter itself: it is 16 bits wide,
-    or the update runs on another tier.
+    or on the device while the update runs elsewhere.
     """
     base = policies.precision.parameter_bytes
     trainable = base if policies.adapter is None else FP32_BYTES
-    elsewhere = policies.placement.optimizer_states is not policies.placement.parameters
+    placement = policies.placement
+    on_device = placement.parameters is Tier.DEVICE
+    elsewhere = on_device and placement.optimizer_states is not Tier.DEVICE
     needed = trainable < FP32_BYTES or elsewhere
     if not needed or master is Master.NONE:
         return Widths(trainable, base, 0)

@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tightfit.bill.model_states import StateBytes, state_widths, tensor_state_bytes
+from tightfit.bill.optimizers import FP32_BYTES
 from tightfit.bill.shards import ModelTensors, Tensor
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run.config import build_model
@@ -22,7 +23,6 @@ from tightfit.engine.supported import engine_lacks
 from tightfit.ledger import Section
 from tightfit.policies import (
     OptimizerName,
-    PlacementPolicy,
     Policies,
     QuantisationPolicy,
     ShardingPolicy,
@@ -32,7 +32,6 @@ from tightfit.units import MIB
 
 # There from init to the end of a run; what comes and goes is counted by the dry run.
 _STATES = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES)
-_TRAVELLING = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS)  # page-locked on the host of a card
 _COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.EVAL)
 # Enough for readers, writers and the update to be busy at once, each at a disk's full rate.
 DISK_BUFFERS = 6
@@ -60,7 +59,11 @@ def nearest(wanted: Policies) -> Nearest:
     if not notes:
         return Nearest(wanted, ())
     placement, sharding, batch = wanted.placement, wanted.sharding, wanted.batch
-    leaves = placement.optimizer_states is not Tier.DEVICE
+    optimizer = wanted.optimizer
+    if optimizer.name is OptimizerName.ADAFACTOR:
+        optimizer = replace(optimizer, name=OptimizerName.ADAMW)
+    if placement.parameters is Tier.NVME:
+        placement = replace(placement, parameters=Tier.HOST)
     stage = sharding.zero_stage
     if sharding.pipeline_parallel > 1:
         # A pipeline keeps whole parameters and gradients to the end of the step, as stage 1 does
@@ -71,8 +74,8 @@ def nearest(wanted: Policies) -> Nearest:
         replace(
             wanted,
             batch=batch,
-            optimizer=replace(wanted.optimizer, name=OptimizerName.ADAMW),
-            placement=PlacementPolicy(placement.gradients, Tier.HOST if leaves else Tier.DEVICE),
+            optimizer=optimizer,
+            placement=placement,
             quantisation=wanted.quantisation and QuantisationPolicy(),
             sharding=ShardingPolicy(sharding.data_parallel, stage),
         ),
@@ -100,21 +103,25 @@ def exchange_states(
     ranks = sharding.data_parallel * sharding.pipeline_parallel
     local = replace(wanted, sharding=replace(sharding, ranks=ranks, tensor_parallel=1))
     before, after = tensor_state_bytes(stage, run), tensor_state_bytes(whole, local)
-    if _states(before, card=card) == _states(after, card=card):
+    states = _states(after, local, card=card)
+    if _states(before, run, card=card) == states:
         return table
-    exchanged = {
-        phase: _exchanged(tiers, _states(after, card=card), phase)
-        for phase, tiers in table.peaks.items()
-    }
+    exchanged = {phase: _exchanged(tiers, states, phase) for phase, tiers in table.peaks.items()}
     return _with_buffers(MemoryTable(exchanged), local, whole, after, card=card)
 
 
-def _states(tiers: StateBytes, *, card: bool) -> dict[Tier, dict[Kind, int]]:
-    """The model states of a closed form on the tiers where a run has them."""
+def _states(tiers: StateBytes, policies: Policies, *, card: bool) -> dict[Tier, dict[Kind, int]]:
+    """The model states of a closed form on the tiers where a run has them.
+
+    What travels is page-locked on the host of a card: of 16-bit parameters no masters do.
+    """
+    travelling = {Kind.PARAMETERS}
+    if state_widths(policies).trainable == FP32_BYTES:
+        travelling.add(Kind.MASTER_WEIGHTS)
     states: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
     for tier, kinds in tiers.items():
         for kind in _STATES:
-            locked = card and tier is Tier.HOST and kind in _TRAVELLING
+            locked = card and tier is Tier.HOST and kind in travelling
             if kinds.get(kind, 0):
                 states[Tier.PINNED if locked else tier][kind] = kinds[kind]
     return states
@@ -146,18 +153,16 @@ def _with_buffers(
         if on_disk and phase is not Phase.LOAD:
             tiers[Tier.PINNED][Kind.TRANSFER] = DISK_BUFFERS * DISK_BUFFER_BYTES
         if card and phase is Phase.SAVE:
-            tiers[Tier.HOST][Kind.BUFFERS] = _file_bytes(wanted, whole, after)
+            tiers[Tier.HOST][Kind.BUFFERS] = _file_bytes(wanted, whole)
     return MemoryTable(peaks)
 
 
-def _file_bytes(wanted: Policies, whole: ModelTensors, after: StateBytes) -> int:
-    """The larger file of a checkpoint whose tensors come from the card: see `program.save`."""
+def _file_bytes(wanted: Policies, whole: ModelTensors) -> int:
+    """The model's file, whose tensors come from the card: see `program.save`."""
     sharding = wanted.sharding
     shards = sharding.data_parallel if sharding.zero_stage else 1
     trained = sum(t.count * t.sharded(shards).elements for t in whole if t.trainable)
-    model = trained // sharding.pipeline_parallel * state_widths(wanted).trainable
-    device = after[Tier.DEVICE]
-    return max(model, device.get(Kind.OPTIMIZER_STATES, 0) + device.get(Kind.MASTER_WEIGHTS, 0))
+    return trained // sharding.pipeline_parallel * state_widths(wanted).trainable
 
 
 def in_flight(sections: Sections, policies: Policies) -> Sections:

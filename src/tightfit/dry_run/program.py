@@ -15,16 +15,20 @@ from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Kinds, Ledger, local_part
-from tightfit.policies import Policies, Tier
+from tightfit.policies import PlacementPolicy, Policies, Tier
 
 LOADING_THREADS = 4  # of transformers (core_model_loading.GLOBAL_WORKERS), one tensor each
 
 
-def load(model: PreTrainedModel, counting: Ledger, *, card: bool) -> None:
-    """Weights arrive one by one, through the host where there is a card."""
+def load(
+    model: PreTrainedModel, placement: PlacementPolicy, counting: Ledger, *, card: bool
+) -> None:
+    """Weights arrive one by one, through the host where there is a card; those that will not live
+    on the device stay there."""
     ledger.set_phase(Phase.LOAD)
-    counting.adopt(model)
-    if card:
+    stay = placement.parameters is not Tier.DEVICE
+    counting.adopt(model, Tier.HOST if stay else None)
+    if card and not stay:
         largest = max(_bytes(parameter) for parameter in model.parameters())
         with ledger.labelled(Kind.TRANSFER, Tier.HOST):
             on_their_way = torch.empty(LOADING_THREADS * largest, dtype=torch.uint8)
@@ -61,16 +65,16 @@ def resume(engine: Engine) -> None:
 
 
 def save(engine: Engine, policies: Policies, *, card: bool) -> None:
-    """Files are written from where tensors are; those of a card are copied to the host first, a
-    file at a time (safetensors 0.8, `_flatten_as_ptr`)."""
+    """Files are written from where tensors are; those of a card are copied to the host first: the
+    model all at once (safetensors 0.8, `_flatten_as_ptr`), the states one by one."""
     ledger.set_phase(Phase.SAVE)
     if not card:
         return
     trained = [p for p in engine.model.parameters() if p.requires_grad]
     copied = sum(_bytes(local_part(p)) for p in trained)
     if policies.placement.optimizer_states is Tier.DEVICE:
-        states = (state for p in trained for state in engine.optimizer.state[p].values())
-        copied = max(copied, sum(map(_bytes, states)))
+        states = (state for p in trained for state in engine.optimizer.states_of(p).values())
+        copied = max(copied, *map(_bytes, states))
     with ledger.labelled(Kind.BUFFERS, Tier.HOST):
         copies = torch.empty(copied, dtype=torch.uint8)
     del copies

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -65,8 +65,7 @@ def run(
     job = Job(_briefly(chosen.policies), workload, card)
     whole = tensor_slice(config, wanted.sharding.tensor_parallel)
     stage = pipeline_slice(whole, wanted.sharding.pipeline_parallel)
-    leaves = wanted.placement.activations is not Tier.DEVICE
-    counted = _counted(stage, job, full_depth=full_depth and not leaves, activations_leave=leaves)
+    counted = _counted(stage, job, full_depth=full_depth or _divides_layers(job.policies))
     table = table_of_sections(in_flight(counted.sections, wanted))
     if chosen.notes:
         table = exchange_states(
@@ -96,17 +95,19 @@ def run(
     )
 
 
-def _counted(
-    config: PretrainedConfig, job: Job, *, full_depth: bool, activations_leave: bool
-) -> _Counted:
+def _divides_layers(policies: Policies) -> bool:
+    """Whether some layers are placed otherwise than others, by their place in all of them."""
+    placement = policies.placement
+    return min(placement.optimizer_fraction, placement.parameter_fraction) < 1
+
+
+def _counted(config: PretrainedConfig, job: Job, *, full_depth: bool) -> _Counted:
     """At full depth, or at two depths and along a line.
 
     What the allocator wastes depends on how blocks happen to lie and follows no line: the most of
     both depths is taken.
     """
     depths = depths_of(config, _shallow(job.policies), every=job.policies.checkpointing.every)
-    if activations_leave and not depths.steps:
-        return _with_few_resident(config, job)
     if full_depth or not depths.steps:
         return _program(config, job)
     few = _program(with_depth(config, depths.few), job)
@@ -115,47 +116,31 @@ def _counted(
         section: _along(tiers, more.sections[section], depths.steps)
         for section, tiers in few.sections.items()
     }
-    if activations_leave:
-        for section, tiers in sections.items():
-            _leave(tiers, more.sections[section][Tier.DEVICE].get(Kind.ACTIVATIONS, 0))
     return _Counted(sections, max(few.allocator_bytes, more.allocator_bytes))
 
 
 def _briefly(policies: Policies) -> Policies:
-    """Two micro-batches stand for any number: the second sees what accumulates."""
-    batch = policies.batch
-    steps = min(batch.accumulation_steps, 2)
-    return replace(policies, batch=replace(batch, accumulation_steps=steps))
+    """Two micro-batches stand for any number: the second sees what accumulates. Updates take the
+    same memory at once as in a thread, which no ledger would see."""
+    steps = min(policies.batch.accumulation_steps, 2)
+    return replace(
+        policies,
+        batch=replace(policies.batch, accumulation_steps=steps),
+        placement=replace(policies.placement, lazy_step=False),
+    )
 
 
 def _shallow(policies: Policies) -> int:
-    """Layers before a run is in its steady state: where layers are gathered, the next is too."""
-    return SHALLOW if policies.sharding.ranks == 1 else SHALLOW + 1
+    """Layers before a run is in its steady state: where layers are gathered, the next is too; where
+    they or their activations are fetched, so are as many as the plan says, and one is left."""
+    placement = policies.placement
+    gathered = int(policies.sharding.ranks > 1)
+    fetched = Tier.DEVICE is not placement.parameters or Tier.DEVICE is not placement.activations
+    return SHALLOW + gathered + (1 + placement.prefetch if fetched else 0)
 
 
 def _along(few: dict[Tier, Kinds], more: dict[Tier, Kinds], steps: int) -> dict[Tier, Kinds]:
     return {tier: extrapolate(few[tier], more[tier], steps) for tier in Tier}
-
-
-def _with_few_resident(config: PretrainedConfig, job: Job) -> _Counted:
-    """All layers of a shallow model, of which as many as `SHALLOW` keep their activations here."""
-    every = _program(config, job)
-    resident = _program(with_depth(config, min(SHALLOW, config.num_hidden_layers)), job)
-    most: dict[Phase, int] = defaultdict(int)
-    for (phase, _), tiers in resident.sections.items():
-        most[phase] = max(most[phase], tiers[Tier.DEVICE].get(Kind.ACTIVATIONS, 0))
-    for (phase, _), tiers in every.sections.items():
-        _leave(tiers, most[phase])
-    return every
-
-
-def _leave(tiers: dict[Tier, Kinds], resident: int) -> None:
-    """Send activations to the host, all but those of the last few layers."""
-    kept = min(resident, tiers[Tier.DEVICE].get(Kind.ACTIVATIONS, 0))
-    leaving = tiers[Tier.DEVICE].get(Kind.ACTIVATIONS, 0) - kept
-    tiers[Tier.DEVICE] = {**tiers[Tier.DEVICE], Kind.ACTIVATIONS: kept}
-    if leaving:
-        tiers[Tier.PINNED] = {**tiers[Tier.PINNED], Kind.ACTIVATIONS: leaving}
 
 
 def _program(config: PretrainedConfig, job: Job) -> _Counted:
@@ -173,8 +158,8 @@ def _program(config: PretrainedConfig, job: Job) -> _Counted:
         if card is not None:
             stack.enter_context(card_kernels(card))
             stack.enter_context(pinned_host())
-        load(model, counting, card=card is not None)
-        engine = fit(model, policies)
+        load(model, policies.placement, counting, card=card is not None)
+        engine = fit(model, policies, offload_folder=Path())  # no file is made of fakes
         allocator = CachingAllocator(expandable_segments=True)
         if card is not None:
             counting.replay_device(allocator.resize)

@@ -7,35 +7,67 @@ optimizer, which need the final list of parameters.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tightfit import ledger
-from tightfit.bill.table import Phase
+from tightfit.bill.table import Kind, Phase
+from tightfit.engine.activations import ActivationOffload
 from tightfit.engine.adapter import apply_adapter
 from tightfit.engine.attention import apply_attention
 from tightfit.engine.checkpointing import apply_checkpointing
+from tightfit.engine.disk_gradients import DiskGradients
 from tightfit.engine.engine import Engine
-from tightfit.engine.gradients import DeviceGradients, GradientStore, HostGradients
+from tightfit.engine.gradients import (
+    DeviceGradients,
+    GradientStore,
+    HostGradients,
+    LateHostGradients,
+    SeveralStores,
+)
+from tightfit.engine.host_threads import prepare_update_thread
+from tightfit.engine.lazy import DueUpdates
 from tightfit.engine.loss import apply_loss
-from tightfit.engine.optimizer import PlacedAdamW
+from tightfit.engine.optimizer import PlacedOptimizer
+from tightfit.engine.pipeline import DiskTier
+from tightfit.engine.placement import state_tiers
 from tightfit.engine.quantisation import apply_quantisation, is_quantised
+from tightfit.engine.ranks import Ranks
 from tightfit.engine.sharding import apply_sharding
+from tightfit.engine.slab import HostSlab
+from tightfit.engine.state_dict import serve_state_dicts
+from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.supported import check_engine_can
 from tightfit.engine.transfer import Transfer
+from tightfit.engine.units import Unit, units_of
 from tightfit.errors import ConfigError
-from tightfit.policies import Policies, Tier
+from tightfit.policies import PlacementPolicy, Policies, Tier
 
 _FITTED = "_fitted_by_tightfit"
 
 
-def fit(model: PreTrainedModel, policies: Policies) -> Engine:
+def fit(
+    model: PreTrainedModel,
+    policies: Policies,
+    *,
+    device: torch.device | None = None,
+    offload_folder: Path | None = None,
+) -> Engine:
     """Make `model` train as `policies` say.
 
     Args:
         model: a causal language model of transformers, on its device, in its final type. It is
             changed in place; use `engine.model` afterwards (LoRA wraps it). With several ranks,
             the same on each. A base that was quantised while it was loaded stays as it is.
+        device: where it computes; where it is, when None. A model whose parameters are not to live
+            on the device is best loaded on the host.
+        offload_folder: on a fast disk, for what is placed on nvme.
 
     Raises:
         UnsupportedError: the model cannot do what a policy asks.
@@ -61,22 +93,142 @@ def fit(model: PreTrainedModel, policies: Policies) -> Engine:
         raise ConfigError("nothing to train: all parameters of the model are frozen")
     ranks = apply_sharding(adapted, model, policies)
     setattr(model, _FITTED, True)
-    trainable = [p for p in adapted.parameters() if p.requires_grad]
-    transfer = Transfer(trainable[0].device)
-    optimizer = PlacedAdamW(
-        trainable, policies.optimizer, policies.placement.optimizer_states, transfer, ranks
-    )
     adapted.train()
-    gradients = _gradient_store(trainable, policies, transfer)
-    return Engine(adapted, optimizer, gradients, ranks, policies.batch.accumulation_steps)
+    device = device or next(adapted.parameters()).device
+    return _place(adapted, model, policies, ranks, device, offload_folder)
+
+
+def _place(
+    adapted: nn.Module,
+    model: PreTrainedModel,
+    policies: Policies,
+    ranks: Ranks,
+    device: torch.device,
+    offload_folder: Path | None,
+) -> Engine:
+    """Put everything where it belongs.
+
+    Whoever keeps something on the host says first how much, so that its memory is one piece.
+    """
+    placement = policies.placement
+    transfer = Transfer(device)
+    slab = HostSlab(device)
+    units = units_of(adapted, model, gathered=policies.sharding.zero_stage > 0)
+    tiers = state_tiers(units, placement)
+    trained = {p: tiers[p] for p in adapted.parameters() if p.requires_grad}
+    stream = _stream(units, trained, placement, transfer, slab)
+    disk = _disk(placement, offload_folder)
+    optimizer = PlacedOptimizer(
+        units,
+        policies.optimizer,
+        trained,
+        stream,
+        transfer,
+        slab,
+        disk,
+        ranks,
+        _due_updates(placement, device),
+        gradients_on_disk=placement.gradients is Tier.NVME,
+    )
+    gradients = _gradient_store(trained, placement, transfer, slab, disk)
+    if disk is not None:
+        disk.buffers.reserve(slab)
+    slab.allocate()
+    if stream is not None:
+        stream.adopt()
+        stream.is_final = optimizer.is_final
+        _move_the_rest(adapted, stream, device)
+    optimizer.create_states()
+    _before_use(units, optimizer, stream)
+    if placement.activations is not Tier.DEVICE:
+        ActivationOffload(adapted, units, placement, transfer)
+    serve_state_dicts(adapted, stream, optimizer.drain)
+    return Engine(adapted, optimizer, gradients, ranks, policies.batch.accumulation_steps, stream)
+
+
+def _stream(
+    units: Sequence[Unit],
+    trained: Mapping[nn.Parameter, Tier],
+    placement: PlacementPolicy,
+    transfer: Transfer,
+    slab: HostSlab,
+) -> ParameterStream | None:
+    """What streams: all but adapters that are updated on the device, where they stay."""
+    if placement.parameters is Tier.DEVICE:
+        return None
+    staying = {parameter for parameter, tier in trained.items() if tier is Tier.DEVICE}
+    return ParameterStream(units, placement, transfer, slab, staying)
+
+
+def _move_the_rest(root: nn.Module, stream: ParameterStream, device: torch.device) -> None:
+    """What does not stream may have been loaded on the host, and belongs on the device."""
+    for parameter in root.parameters():
+        if not stream.has(parameter):
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+            ledger.mark(parameter, Kind.PARAMETERS, Tier.DEVICE)
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
+
+
+def _due_updates(placement: PlacementPolicy, device: torch.device) -> DueUpdates:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return DueUpdates(
+        lazy=placement.lazy_step,
+        prepare_thread=partial(prepare_update_thread, device, ranks_here),
+    )
+
+
+def _disk(placement: PlacementPolicy, folder: Path | None) -> DiskTier | None:
+    """The disk, if anything is placed there.
+
+    Raises:
+        ConfigError: nobody has said where.
+    """
+    if Tier.NVME not in (placement.optimizer_states, placement.parameters):
+        return None
+    if folder is None:
+        raise ConfigError(
+            "this plan places something on nvme: say in which folder of a fast disk "
+            "(offload_folder)"
+        )
+    return DiskTier(folder)
+
+
+def _before_use(
+    units: Sequence[Unit], optimizer: PlacedOptimizer, stream: ParameterStream | None
+) -> None:
+    """What comes before each forward of a unit: first its new values, then they come here."""
+    for unit in units:
+        unit.before_use.append(partial(optimizer.ready, unit))
+        if stream is not None:
+            unit.before_use.append(partial(stream.use, unit))
+        unit.watch()
 
 
 def _gradient_store(
-    trainable: list[nn.Parameter], policies: Policies, transfer: Transfer
+    tiers: Mapping[nn.Parameter, Tier],
+    placement: PlacementPolicy,
+    transfer: Transfer,
+    slab: HostSlab,
+    disk: DiskTier | None,
 ) -> GradientStore:
-    if policies.placement.gradients is Tier.HOST:
-        return HostGradients(trainable, transfer)
-    return DeviceGradients(trainable)
+    """A store for gradients whose update runs on the device, and one for the others."""
+    staying = [p for p, tier in tiers.items() if tier is Tier.DEVICE]
+    leaving = [p for p, tier in tiers.items() if tier is not Tier.DEVICE]
+    if not leaving:
+        return DeviceGradients(staying)
+    away: GradientStore
+    if placement.gradients is Tier.NVME:
+        assert disk is not None
+        away = DiskGradients(leaving, transfer, disk)
+    elif placement.gradients is Tier.HOST:
+        away = HostGradients(leaving, transfer, slab)
+    else:
+        away = LateHostGradients(leaving, transfer, slab)
+    return SeveralStores(list(tiers), [DeviceGradients(staying), away]) if staying else away
 
 
 def _adopt(module: nn.Module) -> None:

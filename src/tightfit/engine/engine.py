@@ -12,8 +12,9 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.table import Phase
 from tightfit.engine.gradients import GradientStore
-from tightfit.engine.optimizer import PlacedAdamW
+from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.ranks import Ranks
+from tightfit.engine.streaming import ParameterStream
 
 
 class Engine:
@@ -29,23 +30,25 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: PlacedAdamW,
+        optimizer: PlacedOptimizer,
         gradients: GradientStore,
         ranks: Ranks,
         accumulation_steps: int,
+        stream: ParameterStream | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._gradients = gradients
         self._ranks = ranks
+        self._stream = stream
         self._accumulation_steps = accumulation_steps
         self._backward_calls = 0  # since the last step
         model.register_forward_pre_hook(_begin_forward, prepend=True)
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
-        return next(self.model.parameters()).device
+        """Where the model computes."""
+        return self.optimizer.device
 
     def loss(
         self, input_ids: torch.Tensor, labels: torch.Tensor, trained_tokens: int
@@ -89,14 +92,22 @@ class Engine:
         """Clip by the exact global norm, update, forget the gradients; returns the norm.
 
         The norm is that of the gradients of all ranks, and the same number on each. One that is
-        not finite updates nothing.
+        not finite updates nothing. With a lazy step, updates off the device go on while the next
+        forward runs: `drain` before you read parameters yourself.
         """
         ledger.set_phase(Phase.STEP)
         self._backward_calls = 0
+        self.optimizer.drain()  # gradients land where those of the last step were
         self._ranks.finish_gradients()
-        norm = self.optimizer.step(self._gradients.take())
+        if self._stream is not None:
+            self._stream.release()
+        norm = self.optimizer.step(self._gradients.take(), self._gradients.norms())
         self._gradients.clear()
         return float(norm)
+
+    def drain(self) -> None:
+        """Return when every parameter has what the last `step` gave it."""
+        self.optimizer.drain()
 
     def discard_gradients(self) -> None:
         """Forget the gradients since the last step, for a step that is given up."""

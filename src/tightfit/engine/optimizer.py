@@ -1,79 +1,372 @@
-"""AdamW whose states live on the tier the plan names, with exact clipping by the global norm.
+"""The optimizer whose states live on the tiers that a plan names, with exact clipping.
 
-The update is torch's own fused AdamW and the order of operations is that of `clip_grad_norm_`
-followed by `torch.optim.AdamW(fused=True)`, so both give the same bits. Where the update cannot
-run on the parameter itself (16 bits wide, or another tier), an fp32 master lives with the states.
-Knows nothing of models or of how gradients got where they are.
+`step` fixes the norm of all gradients and the factor that clips them, then every unit of the model
+is updated on the tier of its states: those on the device at once, others in the order of forward,
+now or while the next forward runs. The numbers are those of `clip_grad_norm_` followed by the plain
+optimizer. Where an update cannot run on the parameter itself (16 bits wide, or on another tier),
+an fp32 master lives with the states. Knows how nothing is computed (`rules.py`) and nothing of how
+gradients got where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.arithmetic import Numbers
+from tightfit.engine.disk_gradients import DiskGradient
+from tightfit.engine.disk_states import DiskStates, DueUpdate
+from tightfit.engine.lazy import DueUpdates
+from tightfit.engine.pipeline import DiskTier
 from tightfit.engine.ranks import Ranks
-from tightfit.engine.transfer import Transfer
+from tightfit.engine.rules import CHUNK_VALUES, Piece, Rule, Scratch, rule_of
+from tightfit.engine.slab import HostSlab, Reserved
+from tightfit.engine.streaming import ParameterStream
+from tightfit.engine.transfer import Arrival, Transfer
+from tightfit.engine.units import Unit
 from tightfit.errors import ConfigError
 from tightfit.ledger import local_part
 from tightfit.policies import OptimizerPolicy, Tier
 
-Gradients = Mapping[nn.Parameter, torch.Tensor]
+Gradients = Mapping[nn.Parameter, torch.Tensor | DiskGradient]
+
+_ALL_WRITTEN = Unit("", (), (), is_layer=False)  # no forward waits for it
+_CHUNK_VALUES_ON_A_CARD = 2**24  # enough work for a kernel, little memory
 
 
-class PlacedAdamW(torch.optim.Optimizer):
-    """AdamW (https://arxiv.org/abs/1711.05101) on the device or on the host.
+@dataclass
+class _Update:
+    """What is due for one parameter: its piece, and where the result goes from there.
 
-    States are created here and now, in place on their tier, so that the first step needs no more
-    memory than the others. Learning-rate schedulers of torch and transformers accept it. Of a
-    parameter that ranks share, each rank has the states of its own part.
+    Attributes:
+        publish: the parameter on the device and what is copied into it; None where the update has
+            written the parameter itself.
+    """
+
+    piece: Piece
+    numbers: Numbers
+    publish: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class PlacedOptimizer(torch.optim.Optimizer):
+    """An optimizer on several tiers; learning-rate schedulers of torch and transformers take it.
+
+    States are made by `create_states`, in place on their tier, so that the first step needs no more
+    memory than the others. Of a parameter that ranks share, each rank has the states of its part.
+
+    Args:
+        units: all units of the model.
+        tiers: of the states, for each parameter that is trained, in the order of the model's.
+        stream: has the values of parameters that do not live on the device.
+        disk: for states on nvme; None where there are none.
+        due: does updates off the device.
+        gradients_on_disk: whether gradients of states on nvme are there as well.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        units: Sequence[Unit],
         policy: OptimizerPolicy,
-        tier: Tier,
+        tiers: Mapping[nn.Parameter, Tier],
+        stream: ParameterStream | None,
         transfer: Transfer,
+        slab: HostSlab,
+        disk: DiskTier | None,
         ranks: Ranks,
+        due: DueUpdates,
+        *,
+        gradients_on_disk: bool = False,
     ) -> None:
-        self._tier = tier
+        self._own = _owned(units)
+        self._tiers = tiers
+        self._stream = stream
         self._transfer = transfer
         self._ranks = ranks
+        self._due = due
+        self._rule: Rule = rule_of(policy)
+        self._splits_master = policy.split_master
         self._max_grad_norm = policy.max_grad_norm
+        self._published: dict[Unit, list[Arrival]] = {}
+        self._scratch: dict[Tier, Scratch] = {}
         super().__init__(
-            _decay_groups(parameters, policy.weight_decay),
+            _decay_groups(tiers, policy.weight_decay),
             {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon},
         )
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = self._initial_state(local_part(parameter))
+        # A master that is copied to the device as it is; of 16 bits the spent gradient travels.
+        self._travelling: dict[nn.Parameter, Reserved] = {
+            parameter: slab.reserve(local_part(parameter).shape, torch.float32, Kind.MASTER_WEIGHTS)
+            for parameter, tier in tiers.items()
+            if tier is Tier.HOST and parameter.dtype is torch.float32 and self._publishes(parameter)
+        }
+        self._disk: DiskStates | None = None
+        if disk is not None:
+            self._disk = DiskStates(
+                [p for own in self._own.values() for p in own if tiers.get(p) is Tier.NVME],
+                self._rule,
+                partial(self._needs_master, tier=Tier.NVME),
+                transfer,
+                slab,
+                disk,
+                reads_gradients=gradients_on_disk,
+            )
 
-    def _initial_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        device = parameter.device if self._tier is Tier.DEVICE else torch.device("cpu")
+    @property
+    def device(self) -> torch.device:
+        """Where parameters compute."""
+        return self._transfer.device
+
+    def _publishes(self, parameter: nn.Parameter) -> bool:
+        """Whether an update that runs off the device has to be copied to it."""
+        return self._stream is None or not self._stream.has(parameter)
+
+    @torch.no_grad()
+    def create_states(self) -> None:
+        """Make all states; parameters have their values, and the slab its memory."""
+        for parameter, tier in self._tiers.items():
+            if tier is not Tier.NVME:
+                self.state[parameter] = self._initial_state(parameter, tier)
+        for tier in set(self._tiers.values()) - {Tier.NVME}:
+            self._scratch[tier] = self._make_scratch(tier)
+        if self._disk is not None:
+            self._disk.create(self._values)
+
+    def _make_scratch(self, tier: Tier) -> Scratch:
+        """What updates on `tier` work in, made once: they run in a thread that no ledger sees."""
+        parameters = [p for p, its_tier in self._tiers.items() if its_tier is tier]
+        largest = max(local_part(parameter).numel() for parameter in parameters)
+        narrow = [p.dtype for p in parameters if p.dtype is not torch.float32]
+        gradient_type = narrow[0] if narrow else torch.float32
+        device = self._device_of(tier)
+        chunk = CHUNK_VALUES if device.type == "cpu" else _CHUNK_VALUES_ON_A_CARD
+        count = self._rule.scratch_values(largest, gradient_type, chunk)
+        with ledger.labelled(Kind.BUFFERS, tier):
+            memory = torch.empty(count, dtype=torch.float32, device=device)
+            return self._rule.scratch(memory, gradient_type)
+
+    def _device_of(self, tier: Tier) -> torch.device:
+        return self._transfer.device if tier is Tier.DEVICE else torch.device("cpu")
+
+    def _values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Where the parameter's values are now, of this rank's part."""
+        on_host = None if self._stream is None else self._stream.host_values(parameter)
+        return local_part(parameter).detach() if on_host is None else on_host
+
+    def _initial_state(self, parameter: nn.Parameter, tier: Tier) -> dict[str, torch.Tensor]:
+        values, device = self._values(parameter), self._device_of(tier)
         state: dict[str, torch.Tensor] = {}
-        if self._tier is not Tier.DEVICE or parameter.dtype is not torch.float32:
-            state["master"] = self._master(parameter)
-        # Moments never travel, so on the host they need not be page-locked.
-        with ledger.labelled(Kind.OPTIMIZER_STATES, self._tier):
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=device)
+        if self._needs_master(parameter, tier):
+            state["master"] = self._master(parameter, values, tier)
+        with ledger.labelled(Kind.OPTIMIZER_STATES, tier):
+            if self._rule.counts_steps:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name, (elements, dtype) in self._rule.states(values.numel()).items():
+                shape = values.shape if elements == values.numel() else (elements,)
+                state[name] = torch.empty(shape, dtype=dtype, device=device)
+        self._rule.initialise({name: state[name] for name in self._rule.states(values.numel())})
         return state
 
-    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
-        if self._tier is Tier.DEVICE:
-            with ledger.labelled(Kind.MASTER_WEIGHTS, Tier.DEVICE):
-                return parameter.detach().to(torch.float32)
-        master = self._transfer.empty_on_host(parameter, Kind.MASTER_WEIGHTS, torch.float32)
-        self._transfer.copy(master, parameter.detach())
-        self._transfer.wait()
-        return master
+    def _needs_master(self, parameter: nn.Parameter, tier: Tier) -> bool:
+        if parameter.dtype is not torch.float32:
+            return not self._splits_master
+        return tier is not Tier.DEVICE and self._publishes(parameter)
+
+    def _master(self, parameter: nn.Parameter, values: torch.Tensor, tier: Tier) -> torch.Tensor:
+        if parameter in self._travelling:
+            master = self._travelling[parameter].tensor
+            self._transfer.copy(master, values).wait()
+            return master
+        with ledger.labelled(Kind.MASTER_WEIGHTS, tier):
+            return values.to(self._device_of(tier), torch.float32)
+
+    # A step
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, gradients: Gradients, norms: Mapping[nn.Parameter, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Clip and apply `gradients`, which are consumed; returns their global norm before it.
+
+        Args:
+            gradients: by parameter, this rank's part, on the tier of its states or nearer, in the
+                order of `model.parameters()`. Parameters without one are left as they are.
+            norms: of those that are known already, fp32 scalars; of those on the disk.
+
+        A norm that is not finite leaves parameters and states untouched.
+        """
+        self.drain()
+        with ledger.labelled(Kind.TEMPORARIES):
+            norm = self._ranks.global_norm(_total_norm(gradients, norms or {}))
+        if not bool(torch.isfinite(norm)):
+            return norm
+        clip = _Clip(norm, self._max_grad_norm, self._transfer.device)
+        numbers = self._numbers()
+        on = {tier: [p for p in gradients if self._tiers[p] is tier] for tier in Tier}
+        self._count([*on[Tier.DEVICE], *on[Tier.HOST]])
+        updates = {p: self._update(p, gradients[p], numbers[p]) for p in on[Tier.DEVICE]}
+        self._apply(list(updates.values()), clip, Tier.DEVICE)
+        updates = {p: self._update(p, gradients[p], numbers[p]) for p in on[Tier.HOST]}
+        from_disk = self._due_on_disk(on[Tier.NVME], gradients, numbers)
+        if self._disk is not None:
+            self._disk.begin(from_disk, clip.on(Tier.NVME))
+        for unit, own in self._own.items():
+            here = [updates[p] for p in own if p in updates]
+            if here or unit in from_disk:
+                self._due.add(unit, partial(self._update_unit, unit, here, clip))
+        if self._disk is not None:
+            self._due.add(_ALL_WRITTEN, self._disk.finish)
+        return norm
+
+    def _due_on_disk(
+        self,
+        parameters: Collection[nn.Parameter],
+        gradients: Gradients,
+        numbers: Mapping[nn.Parameter, Numbers],
+    ) -> dict[Hashable, Sequence[DueUpdate]]:
+        on_disk = set(parameters)
+        due = {
+            unit: [
+                DueUpdate(p, gradients[p], numbers[p], self._values(p), self._publishes(p))
+                for p in own
+                if p in on_disk
+            ]
+            for unit, own in self._own.items()
+        }
+        return {unit: updates for unit, updates in due.items() if updates}
+
+    def _numbers(self) -> dict[nn.Parameter, Numbers]:
+        """Each parameter's, as they are now: a schedule goes on while updates wait."""
+        return {
+            parameter: numbers
+            for group in self.param_groups
+            for numbers in [
+                Numbers(float(group["lr"]), group["weight_decay"], group["betas"], group["eps"])
+            ]
+            for parameter in group["params"]
+        }
+
+    def _count(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._rule.counts_steps and parameters:
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
+
+    def _update(
+        self, parameter: nn.Parameter, gradient: torch.Tensor | DiskGradient, numbers: Numbers
+    ) -> _Update:
+        """What is due for one parameter."""
+        assert isinstance(gradient, torch.Tensor), "only states on the disk have gradients there"
+        state, values = self.state[parameter], self._values(parameter)
+        on_device = self._tiers[parameter] is Tier.DEVICE
+        publishes = not on_device and self._publishes(parameter)
+        weight = state.get("master")
+        if weight is None and not self._splits_master:
+            weight = values
+        narrow = None
+        if parameter.dtype is not torch.float32:
+            narrow = gradient if publishes else values
+        piece = Piece(
+            None if weight is None else weight.view(-1),
+            gradient.view(-1),
+            {name: state[name].view(-1) for name in self._rule.states(values.numel())},
+            state.get("step"),
+            None if narrow is None else narrow.view(-1),
+        )
+        if not publishes:
+            return _Update(piece, numbers, None)
+        source = narrow if narrow is not None else weight
+        assert source is not None
+        return _Update(piece, numbers, (values, source))
+
+    def _update_unit(self, unit: Unit, updates: list[_Update], clip: _Clip) -> None:
+        """Update one unit off the device and send what has changed there."""
+        arrivals = self._published.setdefault(unit, [])
+        for update in updates:
+            self._apply([update], clip, Tier.HOST)
+            if update.publish is not None:
+                # Nothing on the device reads the parameter any more: its gradient has arrived here.
+                arrivals.append(self._transfer.copy(*update.publish, ordered=False))
+        if self._disk is not None:
+            arrivals += self._disk.update(unit)
+
+    def _apply(self, updates: list[_Update], clip: _Clip, tier: Tier) -> None:
+        """Update pieces that have the same numbers together."""
+        together: dict[Numbers, list[Piece]] = {}
+        for update in updates:
+            together.setdefault(update.numbers, []).append(update.piece)
+        for numbers, pieces in together.items():
+            self._rule.update(pieces, numbers, clip.on(tier), self._scratch[tier])
+
+    # What is on its way
+
+    def is_final(self, unit: Unit) -> bool:
+        """Whether the unit's parameters have what the last step gave them, or will in order."""
+        return self._due.is_done(unit)
+
+    def ready(self, unit: Unit) -> None:
+        """Have forward come to `unit` only when it has its new values."""
+        self._due.wait(unit)
+        for arrival in self._published.pop(unit, ()):
+            arrival.order()
+
+    def drain(self) -> None:
+        """Return when every update is done and has arrived."""
+        self._due.drain()
+        for arrivals in self._published.values():
+            for arrival in arrivals:
+                arrival.wait()
+        self._published.clear()
+
+    # Saved states
+
+    def states_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        """The parameter's states by name, of this rank's part; a master that its own type or tier
+        made necessary is `master`. Drain first."""
+        if self._is_on_disk(parameter):
+            assert self._disk is not None
+            return self._disk.state(parameter)
+        states: dict[str, torch.Tensor] = self.state.get(parameter, {})
+        return states
+
+    def state_entries(self, parameter: nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Types and shapes of `states_of`, which are not read for it."""
+        if self._is_on_disk(parameter):
+            assert self._disk is not None
+            return self._disk.entries(parameter)
+        return {name: (t.dtype, t.shape) for name, t in self.states_of(parameter).items()}
+
+    @torch.no_grad()
+    def load_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
+        """Copy saved states into those of a parameter; those that are not among them stay."""
+        if self._is_on_disk(parameter):
+            assert self._disk is not None
+            self._disk.load(parameter, states)
+            return
+        for name, tensor in self.state[parameter].items():
+            if name in states:
+                tensor.copy_(states[name])
+
+    def _is_on_disk(self, parameter: nn.Parameter) -> bool:
+        return self._tiers.get(parameter) is Tier.NVME
+
+    @property
+    def written_bytes(self) -> int:
+        """What the last step has written to the disk, gradients included."""
+        return 0 if self._disk is None else self._disk.step_written_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, when all updates are done; what is on the disk is read."""
+        self.drain()
+        found = super().state_dict()
+        for group, packed in zip(self.param_groups, found["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], packed["params"], strict=True):
+                if self._is_on_disk(parameter):
+                    found["state"][number] = dict(self.states_of(parameter))
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -84,15 +377,15 @@ class PlacedAdamW(torch.optim.Optimizer):
         parameter.
 
         Raises:
-            ConfigError: they are the states of other parameters.
+            ConfigError: they are the states of other parameters or of another optimizer.
         """
+        self.drain()
         groups = state_dict["param_groups"]
-        _check_same_parameters(self.param_groups, groups, state_dict["state"])
+        _check_same_parameters(self.param_groups, self.state_entries, groups, state_dict["state"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
-                values = {"master": local_part(parameter), **state_dict["state"][number]}
-                for name, tensor in self.state[parameter].items():
-                    tensor.copy_(values[name])
+                values = {"master": self._values(parameter), **state_dict["state"][number]}
+                self.load_states(parameter, values)
             group.update({key: value for key, value in saved.items() if key != "params"})
 
     @torch.no_grad()
@@ -101,93 +394,48 @@ class PlacedAdamW(torch.optim.Optimizer):
 
         A wider master is part of a checkpoint itself and stays.
         """
-        for parameter, state in self.state.items():
-            if "master" in state and state["master"].dtype is parameter.dtype:
-                self._transfer.copy(state["master"], local_part(parameter).detach())
-        self._transfer.wait()
-
-    @torch.no_grad()
-    def step(self, gradients: Gradients) -> torch.Tensor:  # type: ignore[override]
-        """Clip and apply `gradients`, which are consumed; returns their global norm before it.
-
-        Args:
-            gradients: by parameter, this rank's part, on the optimizer's tier, in the order of
-                `model.parameters()`. Parameters without one are left as they are.
-
-        A norm that is not finite leaves parameters and states untouched.
-        """
-        self._transfer.wait()
-        values = list(gradients.values())
-        with ledger.labelled(Kind.TEMPORARIES, self._tier):
-            norm = self._ranks.global_norm(_total_norm(values))
-            if not bool(torch.isfinite(norm)):
-                return norm
-            factor = _clip_factor(norm, self._max_grad_norm) if self._max_grad_norm else None
-            for group in self.param_groups:
-                present = [p for p in group["params"] if p in gradients]
-                for batch in _batches(present):
-                    self._update(group, batch, [gradients[p] for p in batch], factor)
-        self._transfer.wait()
-        return norm
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        batch: list[nn.Parameter],
-        gradients: list[torch.Tensor],
-        clip_factor: torch.Tensor | None,
-    ) -> None:
-        """Apply AdamW to one batch of parameters and send the results to the device."""
-        states = [self.state[p] for p in batch]
-        parameters = [local_part(p) for p in batch]
-        wide = [gradient.to(torch.float32) for gradient in gradients]
-        if clip_factor is not None:
-            for gradient in wide:
-                gradient.mul_(clip_factor)
-        adamw(
-            [state.get("master", p) for state, p in zip(states, parameters, strict=True)],
-            wide,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
-        for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
-            if "master" in state:
-                self._publish(parameter, state["master"], gradient)
-
-    def _publish(self, parameter: torch.Tensor, master: torch.Tensor, spent: torch.Tensor) -> None:
-        """Copy a master into its parameter; 16-bit values travel through the spent gradient."""
-        if self._tier is Tier.DEVICE:
-            parameter.copy_(master)
-        elif master.dtype is parameter.dtype:
-            self._transfer.copy(parameter.detach(), master)
-        else:
-            self._transfer.copy(parameter.detach(), spent.copy_(master))
+        for parameter in self._tiers:
+            dtype, _ = self.state_entries(parameter).get("master", (None, None))
+            if dtype is parameter.dtype:
+                self.load_states(parameter, {"master": self._values(parameter)})
 
 
 def _check_same_parameters(
-    here: list[dict[str, Any]], saved: list[dict[str, Any]], states: Mapping[int, Any]
+    here: list[dict[str, Any]],
+    entries_of: Callable[[nn.Parameter], Mapping[str, tuple[torch.dtype, torch.Size]]],
+    saved: list[dict[str, Any]],
+    states: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> None:
-    """Saved states have the shapes of the parameters that are here.
+    """Saved states have the names and shapes of those that are here, but for a master, which only
+    some tiers and types need.
 
     Raises:
         ConfigError: they have others.
     """
-    shapes = [[local_part(parameter).shape for parameter in group["params"]] for group in here]
-    if shapes != [[states[number]["exp_avg"].shape for number in g["params"]] for g in saved]:
+    wanted = [
+        [{name: shape for name, (_, shape) in entries_of(p).items()} for p in group["params"]]
+        for group in here
+    ]
+    found = [
+        [{name: t.shape for name, t in states.get(number, {}).items()} for number in g["params"]]
+        for g in saved
+    ]
+    for shapes in (shape for groups in (wanted, found) for group in groups for shape in group):
+        shapes.pop("master", None)
+    if wanted != found:
         raise ConfigError(
-            "the saved optimizer belongs to another model or method; fit the model as it was when "
-            "the optimizer was saved"
+            "the saved optimizer belongs to another model, method or optimizer; fit the model as "
+            "it was when the optimizer was saved"
         )
+
+
+def _owned(units: Sequence[Unit]) -> dict[Unit, list[nn.Parameter]]:
+    """The parameters that are updated with each unit: one of several units with the first."""
+    first: dict[nn.Parameter, Unit] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            first.setdefault(parameter, unit)
+    return {unit: [p for p in unit.parameters if first[p] is unit] for unit in units}
 
 
 def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -200,23 +448,36 @@ def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> li
     return [group for group in groups if group["params"]]
 
 
-def _batches(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """All at once where gradients are applied as they are; one by one where each is upcast first,
-    so that only one fp32 gradient lives at a time."""
-    if all(p.dtype is torch.float32 for p in parameters):
-        return [parameters] if parameters else []
-    return [[p] for p in parameters]
-
-
-def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The global norm in fp32; `get_total_norm` would round that of 16-bit gradients."""
-    if all(gradient.dtype is torch.float32 for gradient in gradients):
-        return nn.utils.get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+def _total_norm(gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+    """The global norm in fp32, that of all norms; `get_total_norm` would round those of 16 bits."""
+    tensors = [gradient for gradient in gradients.values() if isinstance(gradient, torch.Tensor)]
+    whole = len(tensors) == len(gradients)
+    if whole and all(gradient.dtype is torch.float32 for gradient in tensors):
+        return nn.utils.get_total_norm(tensors)
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        if isinstance(gradient, torch.Tensor)
+        else known[parameter]
+        for parameter, gradient in gradients.items()
+    ]
+    first = norms[0].device
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(first) for each in norms]))
     return norm
 
 
-def _clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor of `torch.nn.utils.clip_grad_norm_`, same constant and order."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+class _Clip:
+    """The factor of `torch.nn.utils.clip_grad_norm_`, same constant and order, on every tier.
+
+    Args:
+        norm: of all gradients.
+        max_norm: 0 clips nothing.
+    """
+
+    def __init__(self, norm: torch.Tensor, max_norm: float, device: torch.device) -> None:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else None
+        self._on_device = None if factor is None else factor.to(device)
+        self._on_host = None if factor is None else factor.cpu()
+
+    def on(self, tier: Tier) -> torch.Tensor | None:
+        """The factor where an update on `tier` reads it; None where nothing is clipped."""
+        return self._on_device if tier is Tier.DEVICE else self._on_host

@@ -11,14 +11,10 @@ from tightfit.policies import OptimizerName, Policies, Tier
 def engine_lacks(policies: Policies) -> Iterator[str]:
     """Each technique of `policies` that is missing, in the words of the job's keys."""
     placement, sharding = policies.placement, policies.sharding
-    if policies.optimizer.name is not OptimizerName.ADAMW:
+    if policies.optimizer.name is OptimizerName.ADAFACTOR:
         yield f"optim {policies.optimizer.name}"
-    if placement.parameters is not Tier.DEVICE:
-        yield f"offload_param to {placement.parameters}"
-    if placement.optimizer_states is Tier.NVME:
-        yield "offload_optimizer to nvme"
-    if placement.activations is not Tier.DEVICE:
-        yield "offload_activations"
+    if placement.parameters is Tier.NVME:
+        yield "offload_param to nvme"
     if policies.quantisation is not None and policies.quantisation.bits != 4:
         yield f"quantization_bit {policies.quantisation.bits}"
     if sharding.tensor_parallel > 1:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +29,7 @@ from tightfit.engine.engine import Engine
 from tightfit.errors import ConfigError, TrainingError
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
+from tightfit.training.tensor_file import Entry, write_tensors
 
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -114,11 +115,14 @@ def _write(
     with_optimizer: bool,
 ) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
+    engine.drain()
     with ledger.phase(Phase.SAVE):
         engine.model.save_pretrained(temporary)  # type: ignore[operator]
         tokenizer.save_pretrained(temporary)
         if with_optimizer:
-            save_file(dict(_optimizer_tensors(engine)), temporary / _OPTIMIZER_FILE)
+            write_tensors(
+                temporary / _OPTIMIZER_FILE, _optimizer_entries(engine), _optimizer_tensors(engine)
+            )
     (temporary / _STATE_FILE).write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
     _flush([*temporary.iterdir(), temporary])
 
@@ -166,45 +170,47 @@ def restore(checkpoint: Path, engine: Engine) -> None:
         ConfigError: the checkpoint is of another model.
     """
     ledger.set_phase(Phase.RESUME)
-    wanted = dict(_optimizer_tensors(engine))
     # What is read lies on the host until it is copied, one tensor at a time.
     on_host = ledger.labelled(Kind.BUFFERS, Tier.HOST)
     try:
         with on_host, safe_open(checkpoint / _OPTIMIZER_FILE, framework="pt") as file:
-            _check_same(checkpoint, file, wanted)
+            _check_same(checkpoint, file, _optimizer_entries(engine))
             if is_adapter(checkpoint):
                 _restore_adapter(checkpoint, engine.model)
-            for name in wanted.keys() & set(file.keys()):
-                _restore_tensor(name, wanted[name], file.get_tensor(name))
+            for name, parameter in engine.model.named_parameters():
+                _restore_states(engine, name, parameter, file)
+            _restore_random(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
     engine.optimizer.refresh_masters()
 
 
-def _check_same(checkpoint: Path, file: Any, wanted: dict[str, torch.Tensor]) -> None:
+def _check_same(checkpoint: Path, file: Any, entries: list[Entry]) -> None:
     """The file has exactly the states that the engine has; a run may go on on another device.
 
     Raises:
         ConfigError: it has others.
     """
     shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
+    expected = {name: list(shape) for name, _, shape in entries}
     for each in (shapes, expected):
         each.pop(_DEVICE_RANDOM_STATE, None)
     if shapes != expected:
         raise ConfigError(
             f"{checkpoint} holds the optimizer of another model or method; resume with the "
-            "finetuning_type, precision and lora settings that the run had"
+            "finetuning_type, precision, optim and lora settings that the run had"
         )
 
 
-def _restore_tensor(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> None:
-    if name == _RANDOM_STATE:
-        torch.set_rng_state(saved)
-    elif name == _DEVICE_RANDOM_STATE:
-        torch.cuda.set_rng_state(saved)
-    else:
-        tensor.copy_(saved)
+def _restore_states(engine: Engine, name: str, parameter: nn.Parameter, file: Any) -> None:
+    for key in _saved_states(engine, parameter):
+        engine.optimizer.load_states(parameter, {key: file.get_tensor(f"{name}.{key}")})
+
+
+def _restore_random(file: Any) -> None:
+    torch.set_rng_state(file.get_tensor(_RANDOM_STATE))
+    if _DEVICE_RANDOM_STATE in file.keys() and torch.cuda.is_available():  # noqa: SIM118
+        torch.cuda.set_rng_state(file.get_tensor(_DEVICE_RANDOM_STATE))
 
 
 def _restore_adapter(checkpoint: Path, model: nn.Module) -> None:
@@ -213,15 +219,42 @@ def _restore_adapter(checkpoint: Path, model: nn.Module) -> None:
     set_peft_model_state_dict(model, load_file(checkpoint / _ADAPTER_FILE))
 
 
-def _optimizer_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named states; a master that equals its parameter is not stored twice."""
-    for name, parameter in engine.model.named_parameters():
-        for key, tensor in engine.optimizer.state.get(parameter, {}).items():
-            if key != "master" or tensor.dtype is not parameter.dtype:
-                yield f"{name}.{key}", tensor
-    yield _RANDOM_STATE, torch.get_rng_state()
+def _saved_states(
+    engine: Engine, parameter: nn.Parameter
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Types and shapes of what is saved; a master that equals its parameter is not stored twice."""
+    return {
+        key: (dtype, shape)
+        for key, (dtype, shape) in engine.optimizer.state_entries(parameter).items()
+        if key != "master" or dtype is not parameter.dtype
+    }
+
+
+def _optimizer_entries(engine: Engine) -> list[Entry]:
+    """Name, type and shape of all that `_optimizer_tensors` gives, in its order."""
+    states: list[Entry] = [
+        (f"{name}.{key}", dtype, tuple(shape))
+        for name, parameter in engine.model.named_parameters()
+        for key, (dtype, shape) in _saved_states(engine, parameter).items()
+    ]
+    return states + [(name, t.dtype, tuple(t.shape)) for name, t in _random_states(engine).items()]
+
+
+def _optimizer_tensors(engine: Engine) -> Iterator[torch.Tensor]:
+    """States, one parameter's in memory at a time, then the random states."""
+    for _, parameter in engine.model.named_parameters():
+        saved = _saved_states(engine, parameter)
+        if saved:
+            states = engine.optimizer.states_of(parameter)
+            yield from (states[key] for key in saved)
+    yield from _random_states(engine).values()
+
+
+def _random_states(engine: Engine) -> dict[str, torch.Tensor]:
+    states = {_RANDOM_STATE: torch.get_rng_state()}
     if engine.device.type == "cuda":
-        yield _DEVICE_RANDOM_STATE, torch.cuda.get_rng_state()
+        states[_DEVICE_RANDOM_STATE] = torch.cuda.get_rng_state()
+    return states
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:

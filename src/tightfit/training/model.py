@@ -6,6 +6,7 @@ Does not know plans or data.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,36 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tightfit import ledger
-from tightfit.bill.table import Phase
+from tightfit.bill.table import Kind, Phase
 from tightfit.errors import InputError, ModelNotFoundError
+from tightfit.policies import Tier
 
 _NAMED_TENSORS = 3  # how many missing tensors a message lists
 
 
-def load_model(path: Path | str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: Path | str, dtype: torch.dtype, device: torch.device, *, stays_on_host: bool = False
+) -> PreTrainedModel:
     """The model in `path`, a folder or a name that is in the Hub cache.
+
+    Args:
+        stays_on_host: leave it there, as its parameters are not to live on the device.
 
     Raises:
         ModelNotFoundError: there are no weights.
         InputError: the weights are broken or those of another model.
     """
     ledger.set_phase(Phase.LOAD)
+    on_host = ledger.labelled(Kind.PARAMETERS, Tier.HOST) if stays_on_host else nullcontext()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, with a message
-        )
+        with on_host:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, with a message
+            )
     except OSError as error:
         raise ModelNotFoundError(
             f"no weights of a causal language model in {path}: {error}"
@@ -46,10 +55,11 @@ def load_model(path: Path | str, dtype: torch.dtype, device: torch.device) -> Pr
     mismatched = {name for name, *_ in loading["mismatched_keys"]}
     _check_complete(path, sorted(mismatched | set(loading["missing_keys"])))
     assert isinstance(model, PreTrainedModel)
-    model.to(device)  # type: ignore[arg-type]
+    if not stays_on_host:
+        model.to(device)  # type: ignore[arg-type]
     counting = ledger.active()
     if counting is not None:
-        counting.adopt(model)
+        counting.adopt(model, Tier.HOST if stays_on_host else None)
     return model
 
 

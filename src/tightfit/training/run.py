@@ -28,6 +28,7 @@ from tightfit.planner.machine import device_of, usable_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.plan_file import write_plan
 from tightfit.planner.search import plan_job
+from tightfit.policies import Tier
 from tightfit.training.batches import average_padded_length
 from tightfit.training.checkpoint import Progress, is_adapter, read_progress, restore
 from tightfit.training.evaluation import answer, prompt_tokens
@@ -207,11 +208,17 @@ def _build(
     weights = run.resume_from
     if weights is None or is_adapter(weights):
         weights = Path(run.job.model_name_or_path).expanduser()
-    model = load_model(weights, DTYPES[plan.policies.precision.parameters], device)
+    placement = plan.policies.placement
+    model = load_model(
+        weights,
+        DTYPES[plan.policies.precision.parameters],
+        device,
+        stays_on_host=placement.parameters is not Tier.DEVICE,
+    )
     log = TrainerLog(run.output_dir / LOG, run.job.logging_steps)
     return TrainingLoop(
         run.job,
-        fit(model, plan.policies),
+        fit(model, plan.policies, device=device, offload_folder=run.job.disk_folder),
         run.data,
         run.tokenizer,
         plan.policies.batch.micro_batch_size,

@@ -1,0 +1,126 @@
+"""Every placement trains as the resident run does, bit for bit, with copies as late as they may be.
+
+`PostponedTransfer` fills what is on its way with NaN until somebody waits for it, so a wait that is
+missing anywhere is a different number here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.postponed import PostponedTransfer
+from tightfit.engine import apply
+from tightfit.engine.apply import fit
+from tightfit.engine.engine import Engine
+from tightfit.policies import (
+    AdapterPolicy,
+    BatchPolicy,
+    CheckpointingPolicy,
+    LossKind,
+    LossPolicy,
+    OptimizerName,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    Tier,
+)
+
+Make = Callable[..., Any]
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+STEPS = 20
+AWAY = PlacementPolicy(HOST, HOST, HOST)
+PLACEMENTS = {
+    "states": PlacementPolicy(HOST, HOST),
+    "states of some": PlacementPolicy(HOST, HOST, optimizer_fraction=0.5, lazy_step=True),
+    "gradients late": PlacementPolicy(DEVICE, HOST, lazy_step=True),
+    "all on host": replace(AWAY, activations=HOST, lazy_step=True),
+    "all on host, nothing ahead": replace(AWAY, activations=HOST, prefetch=0),
+    "some parameters": replace(AWAY, parameter_fraction=0.4, prefetch=2, lazy_step=True),
+    "nvme": PlacementPolicy(HOST, NVME, lazy_step=True),
+    "all on nvme": PlacementPolicy(NVME, NVME, HOST, HOST, lazy_step=True),
+}
+OPTIMIZERS = {
+    name: OptimizerPolicy(name, learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
+    for name in OptimizerName
+    if name is not OptimizerName.ADAFACTOR
+}
+ADAPTERS = {"full": None, "lora": AdapterPolicy(rank=2)}
+LONG = {"hidden_size": 64, "num_hidden_layers": 3}  # matrices of 4096 values: 8-bit states
+
+
+@pytest.fixture(autouse=True)
+def postponed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "Transfer", PostponedTransfer)
+
+
+@pytest.fixture
+def run(make_model: Make, make_batch: Make, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Losses, norms and parameters of a run; what a model's forward is may be changed first."""
+
+    def run(
+        policies: Policies,
+        steps: int = STEPS,
+        change: Callable[[nn.Module, int], None] | None = None,
+        **sizes: Any,
+    ) -> list[Any]:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[policies.precision.parameters]
+        torch.manual_seed(1)  # adapters begin at random
+        engine = fit(make_model(dtype, **sizes), policies, offload_folder=tmp_path)
+        seen: list[Any] = []
+        pieces = policies.batch.accumulation_steps
+        for step in range(steps):
+            if change is not None:
+                change(engine.model, step)
+            for piece in range(pieces):
+                ids, labels = make_batch(10 * step + piece, batch_size=2)
+                loss = engine.loss(ids, labels, 30 * pieces)
+                engine.backward(loss)
+                seen.append(float(loss.detach()))
+            seen.append(engine.step())
+        engine.drain()
+        return [seen, *parameters(engine)]
+
+    return run
+
+
+def parameters(engine: Engine) -> Iterator[torch.Tensor]:
+    state = engine.model.state_dict()
+    yield from (state[name] for name in sorted(state))
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert found[0] == expected[0]
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(one, other)
+
+
+# Each placement with each of the others' values at least once; all of it is in
+# benchmarks/placement_equal.py.
+CASES = [
+    (placement, optimizer, accumulation, adapter)
+    for number, (placement, optimizer) in enumerate(product(PLACEMENTS, OPTIMIZERS))
+    for accumulation in [(1, 3)[number % 2]]
+    for adapter in [("full", "lora")[number // 2 % 2]]
+]
+
+
+@pytest.mark.parametrize(("placement", "optimizer", "accumulation", "adapter"), CASES)
+def test_a_placement_changes_nothing(
+    run: Make, placement: str, optimizer: OptimizerName, accumulation: int, adapter: str
+) -> None:
+    resident = Policies(
+        optimizer=OPTIMIZERS[optimizer],
+        adapter=ADAPTERS[adapter],
+        batch=BatchPolicy(2, accumulation),
+    )
+    placed = replace(resident, placement=PLACEMENTS[placement])
+    assert_same(run(placed, steps=4, **LONG), run(resident, steps=4, **LONG))
