@@ -22,6 +22,11 @@ KEYS = {
 }  # fmt: skip
 TIERS = {"device", "host", "pinned", "nvme"}
 
+HOST_IF_NEEDED = {
+    "offload_optimizer": "auto", "offload_optimizer_fraction": 1, "offload_param": "none",
+    "offload_activations": False, "cutoff_len": 32,
+}  # fmt: skip
+
 pytestmark = pytest.mark.usefixtures("no_measuring")
 
 
@@ -52,7 +57,7 @@ def documented() -> set[str]:
 
 
 def test_the_object(job_file: JobFile, capsys: Captured) -> None:
-    path = job_file(offload_optimizer="auto", cutoff_len=32)
+    path = job_file(**HOST_IF_NEEDED)
     plain = planned(capsys, "plan", path)
     limit = plain["peak_bytes"]["device"] - 1
     found = planned(capsys, "plan", path, "--memory_limit", str(limit))
@@ -67,6 +72,7 @@ def test_the_object(job_file: JobFile, capsys: Captured) -> None:
         "batch": "2 x 1", "gradient_checkpointing": "false", "loss": "full",
         "attention": "sdpa", "offload_optimizer": "cpu", "offload_param": "none",
         "offload_activations": "false", "precision": "fp32", "optim": "adamw",
+        "offload_optimizer_fraction": "1", "lazy_step": "false",
         "finetuning_type": "full",
     }  # fmt: skip
     parts = dict(found["step_seconds_by_part"])
@@ -115,7 +121,7 @@ def test_the_page_names_no_key_that_is_gone() -> None:
 
 
 def test_the_tables(job_file: JobFile, capsys: Captured) -> None:
-    path = job_file(offload_optimizer="auto", cutoff_len=32)
+    path = job_file(**HOST_IF_NEEDED)
     limit = planned(capsys, "plan", path)["peak_bytes"]["device"] - 1
     assert main(["plan", path, "--memory_limit", str(limit)]) == 0
     out = capsys.readouterr().out

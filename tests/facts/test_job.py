@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,42 @@ def test_batch_sizes_must_agree(settings: dict[str, Any]) -> None:
         job(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"offload_optimizer": "none", "lazy_step": True}, "lazy_step: true"),
+        ({"offload_optimizer": "none", "offload_optimizer_fraction": 0.5},
+         "offload_optimizer_fraction: 0.5"),
+        ({"offload_param": "none", "offload_param_fraction": "0.5"}, "offload_param_fraction: 0.5"),
+        ({"offload_param": "none", "offload_activations": False, "offload_prefetch": 2},
+         "offload_prefetch: 2"),
+        ({"offload_param": "cpu", "offload_optimizer": "none"}, "offload_param: cpu"),
+        ({"offload_param": "nvme", "offload_optimizer_fraction": 0.5}, "offload_param: nvme"),
+        ({"optim_master": "split", "precision": "fp32"}, "optim_master: split"),
+        ({"optim_master": "split", "finetuning_type": "lora"}, "optim_master: split"),
+        ({"optim_master": "split", "offload_optimizer": "cpu", "offload_param": "none"},
+         "optim_master: split"),
+    ],
+)  # fmt: skip
+def test_keys_of_placement_that_contradict_each_other(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        job(**settings)
+
+
+def test_keys_of_placement_that_go_together() -> None:
+    job(offload_optimizer="cpu", offload_optimizer_fraction=0.3, lazy_step=True)
+    job(offload_param="cpu", offload_optimizer_fraction=1, offload_param_fraction=0.5)
+    job(offload_param="cpu", offload_optimizer="none", finetuning_type="lora")
+    job(offload_activations=True, offload_param="none", offload_prefetch=0)
+    job(optim_master="split", precision="bf16", offload_optimizer="cpu")
+
+
+def test_where_the_disk_tier_is() -> None:
+    assert job().disk_folder == Path("offload")
+    assert job(output_dir="/runs/a").disk_folder == Path("/runs/a/offload")
+    assert job(output_dir="/runs/a", offload_folder="/fast").disk_folder == Path("/fast")
+
+
 @pytest.mark.parametrize("value", [True, "true"])
 def test_words_that_yaml_turns_into_booleans(value: Any) -> None:
     assert job(gradient_checkpointing=value).gradient_checkpointing == "true"
@@ -84,6 +121,10 @@ def test_words_that_yaml_turns_into_booleans(value: Any) -> None:
         {"memory_limit": "much"},
         {"overlong": "ignore"},
         {"allow": ["anything"]},
+        {"offload_optimizer_fraction": 0},
+        {"offload_param_fraction": 1.5},
+        {"offload_prefetch": -1},
+        {"nvme_limit": "12"},
     ],
 )
 def test_refuses(settings: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
 from tightfit.planner.estimate import compare_ways, estimate_job
-from tightfit.planner.plan import count_techniques
+from tightfit.planner.words import count_techniques
 from tightfit.policies import LossKind, Tier
 from tightfit.units import GIB, MIB
 

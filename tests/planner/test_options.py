@@ -10,7 +10,7 @@ import pytest
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
 from tightfit.planner.options import Options, options_of, without_technique
-from tightfit.planner.plan import count_techniques
+from tightfit.planner.words import count_techniques
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
@@ -36,13 +36,14 @@ def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
     ]  # fmt: skip
     assert [loss.kind for loss in found.losses] == [LossKind.FULL, LossKind.CHUNKED]
     assert [c.enabled for c in found.checkpointing] == [False, True]
-    assert [p.optimizer_states for p in found.placements] == [Tier.DEVICE, Tier.HOST]
+    placements = found.placements()
     candidates = list(found.candidates())
-    assert len(candidates) == len(set(candidates)) == 4 * 2 * 2 * 2
+    assert len(candidates) == len(set(candidates)) == 4 * 2 * 2 * len(placements)
 
 
 def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: MakeJob) -> None:
-    found = options(job(train_batch_size=4))
+    near = {"offload_param": "none", "offload_activations": "false"}
+    found = options(job(train_batch_size=4, **near))
     assert count_techniques(found.plain()) == 0
     assert found.plain().batch == BatchPolicy(4, 1)
     on_device, on_host = found.leanest(AdapterPolicy())
@@ -57,8 +58,6 @@ def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: Make
         ({"loss": "full"}, "loss", LossPolicy(LossKind.FULL)),
         ({"gradient_checkpointing": True}, "checkpointing", CheckpointingPolicy(True)),
         ({"gradient_checkpointing": "false"}, "checkpointing", CheckpointingPolicy(False)),
-        ({"offload_optimizer": "cpu"}, "placement", PlacementPolicy(Tier.HOST, Tier.HOST)),
-        ({"offload_optimizer": None}, "placement", PlacementPolicy()),
         ({"per_device_train_batch_size": 2}, "batch", BatchPolicy(2, 2)),
         ({"gradient_accumulation_steps": 4}, "batch", BatchPolicy(1, 4)),
         ({"finetuning_type": "lora"}, "adapter", AdapterPolicy(8, 16.0, 0.0, ())),
@@ -139,3 +138,19 @@ def test_without_technique_takes_away_one_at_a_time() -> None:
     assert {count_techniques(policies) for policies in found.values()} == {4}
     assert {policies.global_batch_size for policies in found.values()} == {6}
     assert list(without_technique(Policies())) == []
+
+
+def test_a_split_master_is_for_bf16_whoever_chose_it(job: MakeJob) -> None:
+    asked = job(optim_master="split")
+    assert options(asked, precision="bf16").plain().optimizer.split_master
+    assert not options(job(), precision="bf16").plain().optimizer.split_master
+    with pytest.raises(ConfigError, match=r"optim_master: split.*auto is fp32 here"):
+        options(asked, precision="fp32")
+
+
+def test_adapters_that_are_fallen_back_on_have_no_master_to_split(job: MakeJob) -> None:
+    found = options(job(optim_master="split", allow=["lora"]), precision="bf16")
+    assert found.lora_if_nothing_fits is not None
+    candidates = list(found.candidates(found.lora_if_nothing_fits))
+    assert candidates
+    assert not any(policies.optimizer.split_master for policies in candidates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 from tightfit.errors import ConfigError, DoesNotFitError, InputError
 from tightfit.planner.plan import Plan
 from tightfit.planner.plan_file import read_policies, write_plan
-from tightfit.policies import CheckpointingPolicy, OptimizerPolicy, Tier
+from tightfit.policies import CheckpointingPolicy, OptimizerPolicy, PlacementPolicy, Tier
 
 Planner = Callable[..., Plan]
 Edit = Callable[[dict[str, Any]], object]
@@ -48,6 +48,23 @@ def test_round_trip_of_adapters(plan: Planner, tmp_path: Path) -> None:
     chosen = plan(finetuning_type="lora", lora_rank=2, lora_target="q_proj,v_proj")
     write_plan(chosen, tmp_path / "plan.yaml")
     assert read_policies(tmp_path / "plan.yaml").adapter == chosen.policies.adapter
+
+
+def test_round_trip_of_a_placement(path: Path) -> None:
+    """With every field that says where something lives and how much of it."""
+    away = PlacementPolicy(
+        Tier.HOST, Tier.NVME, Tier.HOST, Tier.HOST,
+        parameter_fraction=0.25, prefetch=3, lazy_step=True,
+    )  # fmt: skip
+    written = {field.name: getattr(away, field.name) for field in fields(away)}
+    edit(
+        path, lambda policies: policies.update(placement={k: plain(v) for k, v in written.items()})
+    )
+    assert read_policies(path).placement == away
+
+
+def plain(value: object) -> object:
+    return str(value) if isinstance(value, Tier) else value
 
 
 def test_a_person_can_read_it(path: Path, tight: Plan) -> None:
@@ -94,14 +111,14 @@ def test_the_optimizers_numbers_are_the_jobs(path: Path, plan: Planner) -> None:
         (lambda p: p["loss"].update(chunk_tokens=-1), r"chunk_tokens must be at least 1"),
         (lambda p: p["checkpointing"].update(enabled="maybe"), r"checkpointing\.enabled: 'maybe'"),
         (
-            lambda p: p["placement"].update(gradients="device"),
-            r"go where the update runs",
+            lambda p: p["placement"].update(gradients="nvme"),
+            r"gradients on nvme with optimizer states on host",
         ),
         (lambda p: p["placement"].update(gradients="moon"), r"placement\.gradients: 'moon'"),
-        (
-            lambda p: p["placement"].update(gradients="nvme", optimizer_states="nvme"),
-            r"gradients can be placed on device or host, not on nvme",
-        ),
+        (lambda p: p["placement"].update(activations="nvme"), r"activations .*not on nvme"),
+        (lambda p: p["placement"].update(optimizer_fraction=0), r"optimizer_fraction is 0"),
+        (lambda p: p["placement"].update(prefetch="far"), r"placement\.prefetch: 'far'"),
+        (lambda p: p["placement"].update(parameters="host", optimizer_fraction=0.5), r"states"),
         (lambda p: p["precision"].update(parameters="fp8"), r"precision\.parameters: 'fp8'.*fp32"),
         (lambda p: p.update(adapter={"rank": 0}), r"adapter\.rank: 0"),
         (lambda p: p.update(adapter={"dropout": 1.5}), r"adapter\.dropout: 1\.5"),
@@ -131,6 +148,10 @@ def test_the_batch_of_the_job_stays(path: Path, plan: Planner) -> None:
         ({"gradient_checkpointing": "false"}, None, "gradient_checkpointing: false"),
         ({"loss": "full"}, None, "loss: full"),
         ({"offload_optimizer": "none"}, None, "offload_optimizer: none"),
+        ({"offload_optimizer_fraction": 0.5}, None, "offload_optimizer_fraction: 0.5"),
+        ({"offload_activations": "true"}, None, "offload_activations: true"),
+        ({"offload_param": "cpu"}, None, "offload_param: cpu"),
+        ({"lazy_step": "true"}, None, "lazy_step: true"),
         ({"precision": "bf16"}, None, "precision: bf16"),
         ({"per_device_train_batch_size": 2}, None, "per_device_train_batch_size: 2"),
         ({"finetuning_type": "lora"}, None, "finetuning_type: lora"),

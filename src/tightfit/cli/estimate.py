@@ -18,7 +18,7 @@ from tightfit.facts.model_spec import ModelSpec, load_model_spec
 from tightfit.facts.workload import planned_workload
 from tightfit.planner.estimate import Estimate, compare_engines, compare_ways, estimate_job
 from tightfit.planner.machine import usable_hardware
-from tightfit.planner.plan import describe_policies, techniques
+from tightfit.planner.words import describe_policies, techniques
 from tightfit.report.comparison import (
     engines_json,
     show_engines,

@@ -56,6 +56,11 @@ RENAMED = {
     "offload_optimizer_device": "offload_optimizer",
     "offload_param_device": "offload_param",
     "activation_offloading": "offload_activations",
+    "ratio": "offload_optimizer_fraction",
+    "offload_optimizer_ratio": "offload_optimizer_fraction",
+    "offload_param_ratio": "offload_param_fraction",
+    "nvme_path": "offload_folder",
+    "offload_dir": "offload_folder",
 }
 
 # Keys of other tools that have no counterpart yet. A value on the left of the text, or one that

@@ -38,7 +38,8 @@ def entry_of(
     config: Mapping[str, Any], policies: Policies, workload: Workload, **options: object
 ) -> Path:
     """The file that holds, or would hold, this dry run."""
-    numbers = OptimizerPolicy(name=policies.optimizer.name)  # a learning rate takes no memory
+    optimizer = policies.optimizer
+    numbers = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)  # takes memory
     described = {
         "config": config,
         "policies": {**asdict(policies), "optimizer": asdict(numbers)},

@@ -144,7 +144,9 @@ class PlacedOptimizer(torch.optim.Optimizer):
         narrow = [p.dtype for p in parameters if p.dtype is not torch.float32]
         gradient_type = narrow[0] if narrow else torch.float32
         device = self._device_of(tier)
-        chunk = CHUNK_VALUES if device.type == "cpu" else _CHUNK_VALUES_ON_A_CARD
+        # A dry run for a card has no card, but its host memory is said to be locked.
+        on_card = tier is Tier.DEVICE and self._transfer.host_tier is Tier.PINNED
+        chunk = _CHUNK_VALUES_ON_A_CARD if on_card else CHUNK_VALUES
         count = self._rule.scratch_values(largest, gradient_type, chunk)
         with ledger.labelled(Kind.BUFFERS, tier):
             memory = torch.empty(count, dtype=torch.float32, device=device)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from tightfit.bill.optimizers import BLOCK_8BIT, MIN_8BIT_VALUES
 from tightfit.bill.shards import ceil_divide
@@ -268,23 +269,28 @@ def rule_of(policy: OptimizerPolicy) -> Rule:
 
 
 def chunks(piece: Piece, values: int = CHUNK_VALUES) -> Iterator[Piece]:
-    """The piece in runs of `values`, a multiple of 256; the last may be shorter, none is empty."""
+    """The piece in runs of `values`, a multiple of 256; the last may be shorter, none is empty.
+
+    Of a fake piece the first, as a dry run learns nothing from those like it.
+    """
     assert values % BLOCK_8BIT == 0, "a run ends where a block of 8-bit moments ends"
-    gradients = piece.gradient.split(values)
-    weights = None if piece.weight is None else piece.weight.split(values)
-    narrow = None if piece.narrow is None else piece.narrow.split(values)
-    states = {
-        name: state.split(values // BLOCK_8BIT if name.endswith(_SCALES) else values)
-        for name, state in piece.states.items()
-    }
-    for run in range(ceil_divide(piece.values, values)):
-        yield Piece(
-            weights[run] if weights else None,
-            gradients[run],
-            {name: parts[run] for name, parts in states.items()},
-            piece.step,
-            narrow[run] if narrow else None,
-        )
+    end = piece.values if detect_fake_mode() is None else min(values, piece.values)
+    for first in range(0, end, values):
+        yield _run(piece, first, min(first + values, piece.values))
+
+
+def _run(piece: Piece, first: int, last: int) -> Piece:
+    blocks = slice(first // BLOCK_8BIT, ceil_divide(last, BLOCK_8BIT))
+    return Piece(
+        None if piece.weight is None else piece.weight[first:last],
+        piece.gradient[first:last],
+        {
+            name: state[blocks] if name.endswith(_SCALES) else state[first:last]
+            for name, state in piece.states.items()
+        },
+        piece.step,
+        None if piece.narrow is None else piece.narrow[first:last],
+    )
 
 
 def _signed(name: str) -> bool:

@@ -7,6 +7,7 @@ documentation page and the error messages are made from it. `auto` leaves a choi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from tightfit.facts.placement_keys import contradictions
 from tightfit.units import KIB, parse_bytes
 
 Auto = Literal["auto"]
@@ -49,6 +51,8 @@ def _size(value: str) -> str:
 ByteSize = Annotated[str, BeforeValidator(lambda v: str(_none_to_word(v))), AfterValidator(_size)]
 Placement = Annotated[Literal["auto", "none", "cpu", "nvme"], BeforeValidator(_none_to_word)]
 Cards = Annotated[int, Field(ge=1, le=2**16)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Switch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_bool_to_word)]
 
 
 def _bits(value: Any) -> Any:
@@ -132,6 +136,12 @@ class Job(BaseModel):
     optim: Literal["adamw", "adamw_8bit", "lion", "lion_8bit", "adafactor", "sgd"] = Field(
         "adamw", description="Optimizer."
     )
+    optim_master: Literal["auto", "fp32", "split"] = Field(
+        "auto",
+        description="How the optimizer keeps 32 bits of a 16-bit parameter: `fp32`, a copy; "
+        "`split`, the 16 bits that it lacks (bf16 only; rounds half away from zero). `auto` is "
+        "`fp32`.",
+    )
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Decay of matrices; norms and biases have none."
     )
@@ -176,12 +186,40 @@ class Job(BaseModel):
         description="`cpu`: gradients and optimizer states live on the host; `nvme`: the states "
         "on disk.",
     )
+    offload_optimizer_fraction: Fraction | Auto = Field(
+        "auto",
+        description="Share of the layers whose gradients and optimizer states leave the device; "
+        "`auto`: as much as is missing, and all where `offload_optimizer` names a place.",
+    )
     offload_param: Placement = Field(
         "auto", description="Where the layers' parameters live between their turns."
     )
-    offload_activations: Annotated[
-        Literal["auto", "true", "false"], BeforeValidator(_bool_to_word)
-    ] = Field("auto", description="What layers save for backward waits on the host.")
+    offload_param_fraction: Fraction | Auto = Field(
+        "auto",
+        description="Share of the layers whose parameters leave the device; `auto`: as much as is "
+        "missing, and all where `offload_param` names a place.",
+    )
+    offload_activations: Switch = Field(
+        "auto", description="What layers save for backward waits on the host."
+    )
+    offload_prefetch: Annotated[int, Field(ge=0, le=64)] | Auto = Field(
+        "auto",
+        description="Layers whose parameters or activations are fetched ahead; `auto` is 1.",
+    )
+    lazy_step: Switch = Field(
+        "auto",
+        description="Update what lives off the device while the next forward runs, each layer "
+        "waiting for its own; `auto`: where that gains time. The numbers are the same.",
+    )
+    offload_folder: str | None = Field(
+        None,
+        description="Folder of what is on the nvme tier; `offload` in `output_dir` when not given.",
+    )
+    nvme_limit: ByteSize = Field(
+        "auto",
+        description="Most bytes on the nvme tier; `auto`: what is free on the disk of "
+        "`offload_folder`, less a reserve; `none`: no limit.",
+    )
     num_gpus: Cards = Field(
         1,
         description="Cards used, one rank each. An estimate that names it is for cards, wherever "
@@ -236,6 +274,13 @@ class Job(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _placements_agree(self) -> Job:
+        found = next(contradictions(vars(self)), None)
+        if found is not None:
+            raise ValueError(found)
+        return self
+
+    @model_validator(mode="after")
     def _cards_can_be_shared_out(self) -> Job:
         width = self.tensor_parallel_size * self.pipeline_parallel_size
         if self.num_gpus % width:
@@ -286,6 +331,13 @@ class Job(BaseModel):
         micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
         sequences = (1 if micro == "auto" else micro) * (1 if steps == "auto" else steps)
         return sequences * self.data_parallel_ranks
+
+    @property
+    def disk_folder(self) -> Path:
+        """Where the nvme tier's files go; it need not exist yet."""
+        if self.offload_folder is not None:
+            return Path(self.offload_folder).expanduser()
+        return Path(self.output_dir or ".").expanduser() / "offload"
 
     @property
     def data_parallel_ranks(self) -> int:

@@ -24,10 +24,12 @@ from tightfit.errors import UnsupportedError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
+from tightfit.planner.agreement import planned_policies
 from tightfit.planner.machine import card_of, limits_of, precision_of
-from tightfit.planner.options import model_options, planned_policies
-from tightfit.planner.plan import Limits, bill_json, techniques
+from tightfit.planner.options import model_options
+from tightfit.planner.plan import Limits, bill_json
 from tightfit.planner.pricing import Config, fields_of, whole_bill
+from tightfit.planner.words import techniques
 from tightfit.policies import AttentionKernel, Policies, Tier
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,7 +86,28 @@ def limits_of(job: Job, hardware: Hardware, card: Capability | None) -> Limits:
         host_bytes=None if described and job.host_memory_limit == "auto" else host,
         shared_bytes=host if on_cpu and job.host_memory_limit == "auto" else None,
         ranks=job.num_gpus,
+        nvme_bytes=_limit(job.nvme_limit, None if described else _free_on_disk(job, hardware)),
     )
+
+
+# Left free on the disk of the nvme tier: file systems slow down when they are nearly full, and
+# checkpoints may go to the same disk.
+_RESERVED_SHARE = 0.05
+
+
+def _free_on_disk(job: Job, hardware: Hardware) -> int:
+    """What the nvme tier may take where the job does not say; `hardware` knows the disk of
+    `output_dir`."""
+    free = hardware.disk.free_bytes
+    if job.offload_folder is not None:
+        free = shutil.disk_usage(existing_folder(job.disk_folder)).free
+    return round(free * (1 - _RESERVED_SHARE))
+
+
+def existing_folder(folder: Path) -> Path:
+    """`folder`, or the nearest one on the way up that exists."""
+    folder = folder.absolute()
+    return folder if folder.is_dir() else existing_folder(folder.parent)
 
 
 def _limit(key: str, automatic: int | None) -> int | None:

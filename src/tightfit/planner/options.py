@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tightfit.errors import ConfigError
 from tightfit.facts.attention import default_attention
 from tightfit.facts.job import Job
 from tightfit.facts.logits import logit_transform
-from tightfit.planner.plan import describe_policies
-from tightfit.planner.plan_file import read_policies
+from tightfit.planner.placements import PlacementChoices, placement_choices, without_placement
 from tightfit.policies import (
     AdapterPolicy,
     AttentionKernel,
@@ -35,8 +33,6 @@ from tightfit.policies import (
     Tier,
 )
 
-_TIERS = {"auto": Tier.DEVICE, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-
 Choice = TypeVar("Choice")
 
 
@@ -49,15 +45,17 @@ class Options:
         lora: the adapters that the job's keys describe, whether it wants them or not.
         lora_if_nothing_fits: what the planner may fall back on; None where the job does not
             allow it or already says it.
+        lora_placement: where its states may live.
     """
 
     fixed: Policies
     batches: tuple[BatchPolicy, ...]
     losses: tuple[LossPolicy, ...]
     checkpointing: tuple[CheckpointingPolicy, ...]
-    placements: tuple[PlacementPolicy, ...]
+    placement: PlacementChoices
     lora: AdapterPolicy
     lora_if_nothing_fits: AdapterPolicy | None
+    lora_placement: PlacementChoices
 
     def plain(self) -> Policies:
         """No technique that was not asked for."""
@@ -65,44 +63,67 @@ class Options:
 
     def leanest(self, adapter: AdapterPolicy | None = None) -> list[Policies]:
         """For each placement the smallest batch with every technique that is open."""
-        return list(self.candidates(adapter))[-len(self.placements) :]
+        placements = self.placements(adapter)
+        return list(self.candidates(adapter))[-len(placements) :]
+
+    def placements(self, adapter: AdapterPolicy | None = None) -> tuple[PlacementPolicy, ...]:
+        """The nearest to the device first; see `candidates`."""
+        return (self.placement if adapter is None else self.lora_placement).all()
+
+    def open_fraction(self, policies: Policies) -> str | None:
+        """The field of the placement that says how much leaves and is the planner's to lower."""
+        fell_back = (policies.adapter is None) != (self.fixed.adapter is None)
+        choices = self.lora_placement if fell_back else self.placement
+        return choices.open_fraction(policies.placement)
 
     def candidates(self, adapter: AdapterPolicy | None = None) -> Iterator[Policies]:
-        """Every combination, with `adapter` instead of the job's own if given."""
+        """Every combination, with `adapter` instead of the job's own if given. What leaves, leaves
+        whole where its fraction is open."""
+        fixed = self.fixed if adapter is None else with_adapter(self.fixed, adapter)
         for batch, loss, checkpointing, placement in product(
-            self.batches, self.losses, self.checkpointing, self.placements
+            self.batches, self.losses, self.checkpointing, self.placements(adapter)
         ):
             yield replace(
-                self.fixed,
+                fixed,
                 batch=batch,
                 loss=loss,
                 checkpointing=checkpointing,
                 placement=placement,
-                adapter=adapter or self.fixed.adapter,
             )
 
 
-def options_of(job: Job, *, precision: str, chunked_loss: bool, attention: str = "sdpa") -> Options:
+def options_of(
+    job: Job,
+    *,
+    precision: str,
+    chunked_loss: bool,
+    attention: str = "sdpa",
+    on_card: bool = False,
+) -> Options:
     """The choices that `job` leaves open.
 
     Args:
         precision: what `precision: auto` means on this device.
         chunked_loss: whether the model supports it.
         attention: what `attention: auto` means for this model.
+        on_card: whether the device is a card.
 
     Raises:
-        ConfigError: the job asks for a chunked loss that the model does not support.
+        ConfigError: the job asks for a chunked loss that the model does not support, or for a
+            split master in another precision than bf16.
     """
     if job.loss == "chunked" and not chunked_loss:
         raise ConfigError(
             "loss: chunked does not work for this model, which changes its logits "
             "before the loss; set loss: full"
         )
+    precision = precision if job.precision == "auto" else job.precision
+    _check_master(job, precision)
     full, chunked = LossPolicy(LossKind.FULL), LossPolicy(LossKind.CHUNKED)
     adapter = _adapter(job)
     return Options(
         fixed=Policies(
-            precision=PrecisionPolicy(precision if job.precision == "auto" else job.precision),
+            precision=PrecisionPolicy(precision),
             optimizer=_optimizer(job),
             adapter=adapter if job.finetuning_type == "lora" else None,
             quantisation=_quantisation(job),
@@ -114,77 +135,50 @@ def options_of(job: Job, *, precision: str, chunked_loss: bool, attention: str =
         batches=_batches(job),
         losses=_open(job.loss, {"full": full, "chunked": chunked}) if chunked_loss else (full,),
         checkpointing=_checkpointing(job),
-        placements=_placements(job),
+        placement=placement_choices(
+            job,
+            on_card=on_card,
+            trains_parameters=job.finetuning_type == "full",
+            together=job.optim_master == "split",
+        ),
         lora=adapter,
         lora_if_nothing_fits=(
             adapter if "lora" in job.allow and job.finetuning_type == "full" else None
         ),
+        lora_placement=placement_choices(job, on_card=on_card, trains_parameters=False),
     )
 
 
-def model_options(job: Job, config: Mapping[str, Any], precision: str) -> Options:
-    """The choices that `job` leaves open for the model of a config.
+def _check_master(job: Job, precision: str) -> None:
+    """A split master is for parameters in bf16, whoever chose their precision.
 
     Raises:
-        ConfigError: the job asks for a chunked loss that the model does not support.
+        ConfigError: they are not.
     """
+    if job.optim_master == "split" and precision != "bf16":
+        raise ConfigError(
+            f"optim_master: split keeps the bits that bf16 parameters lack, and precision: "
+            f"{job.precision} is {precision} here; set precision: bf16, or optim_master: fp32"
+        )
+
+
+def model_options(
+    job: Job, config: Mapping[str, Any], precision: str, *, on_card: bool = False
+) -> Options:
+    """The choices that `job` leaves open for the model of a config; raises as `options_of`."""
     return options_of(
         job,
         precision=precision,
         chunked_loss=logit_transform(config) is None,
         attention=default_attention(config),
+        on_card=on_card,
     )
 
 
-def planned_policies(job: Job, options: Options) -> Policies:
-    """The policies of the job's plan file, with the job's own optimizer.
-
-    Raises:
-        ConfigError: the file is wrong, or contradicts the job.
-    """
-    assert job.plan is not None
-    policies = read_policies(Path(job.plan))
-    check_agrees(policies, options, job)
-    return replace(policies, optimizer=options.fixed.optimizer)
-
-
-def check_agrees(policies: Policies, options: Options, job: Job) -> None:
-    """See that a plan file's policies are among the choices that the job leaves open.
-
-    Raises:
-        ConfigError: a key of the job says something else.
-    """
-    fixed = options.fixed
-    open_losses = {loss.kind for loss in options.losses}
-    agreement = {
-        "train_batch_size": policies.global_batch_size == job.global_batch_size,
-        "per_device_train_batch_size": policies.batch in options.batches,
-        "loss": policies.loss.kind in open_losses,
-        "gradient_checkpointing": policies.checkpointing in options.checkpointing,
-        "offload_optimizer": policies.placement in options.placements,
-        "precision": job.precision in ("auto", policies.precision.parameters),
-        "attention": policies.attention == fixed.attention,
-        "num_gpus": policies.sharding.ranks == fixed.sharding.ranks,
-        "zero_stage": policies.sharding == fixed.sharding or job.zero_stage == "auto",
-        "quantization_bit": policies.quantisation == fixed.quantisation,
-        "finetuning_type": fixed.adapter is None or policies.adapter is not None,
-        "missing allow: [lora]": policies.adapter is None
-        or job.finetuning_type == "lora"
-        or "lora" in job.allow,
-        "lora_rank": policies.adapter is None
-        or "lora_rank" not in job.model_fields_set
-        or policies.adapter.rank == job.lora_rank,
-    }
-    contradicted = [
-        f"{key}: {getattr(job, key)}" if key in Job.model_fields else key
-        for key, agrees in agreement.items()
-        if not agrees
-    ]
-    if contradicted:
-        raise ConfigError(
-            f"the plan ({describe_policies(policies)}) contradicts the job's "
-            f"{', '.join(contradicted)}; change the one or the other"
-        )
+def with_adapter(policies: Policies, adapter: AdapterPolicy) -> Policies:
+    """`policies` with `adapter`, whose parameters are fp32 and have no master to split."""
+    optimizer = replace(policies.optimizer, split_master=False)
+    return replace(policies, adapter=adapter, optimizer=optimizer)
 
 
 def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
@@ -197,34 +191,27 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
         yield "chunked loss", replace(policies, loss=LossPolicy(LossKind.FULL))
     if policies.checkpointing.enabled:
         yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
+    yield from without_placement(policies)
+    if policies.adapter is not None and policies.quantisation is None:
+        yield "LoRA", _without_adapter(policies)
+
+
+def _without_adapter(policies: Policies) -> Policies:
+    """All parameters trained: where they are off the device, so are their states."""
     placement = policies.placement
-    if placement.optimizer_states is not Tier.DEVICE:
-        nearer = replace(placement, gradients=Tier.DEVICE, optimizer_states=Tier.DEVICE)
-        where = (
-            "the host" if placement.optimizer_states is Tier.HOST else placement.optimizer_states
+    if placement.parameters is not Tier.DEVICE:
+        placement = replace(
+            placement,
+            gradients=Tier.HOST,
+            optimizer_states=placement.parameters,
+            optimizer_fraction=1.0,
         )
-        yield f"gradients and optimizer on {where}", replace(policies, placement=nearer)
-    if policies.adapter is not None:
-        yield "LoRA", replace(policies, adapter=None)
+    return replace(policies, adapter=None, placement=placement)
 
 
 def _open(value: str, choices: dict[str, Choice]) -> tuple[Choice, ...]:
     """All choices for `auto`, else the one that is named."""
     return tuple(choices.values()) if value == "auto" else (choices[value],)
-
-
-def _placements(job: Job) -> tuple[PlacementPolicy, ...]:
-    """The one on the device first."""
-    choices = ("none", "cpu") if job.offload_optimizer == "auto" else (job.offload_optimizer,)
-    return tuple(
-        PlacementPolicy(
-            gradients=Tier.DEVICE if choice == "none" else Tier.HOST,
-            optimizer_states=_TIERS[choice],
-            parameters=_TIERS[job.offload_param],
-            activations=Tier.HOST if job.offload_activations == "true" else Tier.DEVICE,
-        )
-        for choice in choices
-    )
 
 
 def _checkpointing(job: Job) -> tuple[CheckpointingPolicy, ...]:
@@ -269,6 +256,7 @@ def _optimizer(job: Job) -> OptimizerPolicy:
         betas=(job.adam_beta1, job.adam_beta2),
         epsilon=job.adam_epsilon,
         max_grad_norm=job.max_grad_norm,
+        split_master=job.optim_master == "split",
     )
 
 

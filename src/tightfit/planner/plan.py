@@ -5,11 +5,12 @@ Plain data; `search.py` makes it, `plan_file.py` reads and writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tightfit.bill.table import MemoryTable
-from tightfit.policies import AttentionKernel, LossKind, OptimizerName, Policies, Tier
+from tightfit.planner.words import techniques
+from tightfit.policies import Policies, Tier
 from tightfit.units import format_bytes
 
 
@@ -19,42 +20,65 @@ class Limits:
 
     Attributes:
         shared_bytes: most bytes of device and host together, where both are the same RAM.
-        ranks: processes that share the host.
+        ranks: processes that share the host and the disk.
+        nvme_bytes: of the files of the nvme tier.
     """
 
     device_bytes: int | None = None
     host_bytes: int | None = None
     shared_bytes: int | None = None
     ranks: int = 1
+    nvme_bytes: int | None = None
 
     def missing_bytes(self, bill: MemoryTable) -> int:
         """How far `bill` is over the limits; zero or less if it fits."""
         tightest = self.tightest(bill)
-        return 0 if tightest is None else tightest.need_bytes - tightest.limit_bytes
+        return 0 if tightest is None else tightest.missing_bytes
 
     def tightest(self, bill: MemoryTable) -> LimitUse | None:
         """The limit that `bill` is furthest over, or nearest to; None without limits."""
         device = bill.peak_bytes(Tier.DEVICE)
         host = self.ranks * (bill.peak_bytes(Tier.HOST) + bill.peak_bytes(Tier.PINNED))
+        nvme = self.ranks * bill.peak_bytes(Tier.NVME)
         uses = [
             LimitUse(name, need, limit)
             for name, need, limit in (
                 ("device", device, self.device_bytes),
                 ("host", host, self.host_bytes),
                 ("RAM", device + host, self.shared_bytes),
+                ("nvme", nvme, self.nvme_bytes),
             )
             if limit is not None
         ]
-        return max(uses, key=lambda use: use.need_bytes - use.limit_bytes, default=None)
+        return max(uses, key=lambda use: use.missing_bytes, default=None)
+
+
+# RAM has no key of its own: `host_memory_limit` says what there is of it.
+_KEYS = {
+    "device": "memory_limit",
+    "host": "host_memory_limit",
+    "RAM": "host_memory_limit",
+    "nvme": "nvme_limit",
+}
 
 
 @dataclass(frozen=True)
 class LimitUse:
-    """What a bill takes of one limit: `device`, `host`, or `RAM` where they share it."""
+    """What a bill takes of one limit: `device`, `host`, `RAM` where they share it, or `nvme`."""
 
     name: str
     need_bytes: int
     limit_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """How far the need is over the limit; zero or less if it fits."""
+        return self.need_bytes - self.limit_bytes
+
+    @property
+    def key(self) -> str:
+        """The job's key that moves the limit."""
+        return _KEYS[self.name]
 
     def __str__(self) -> str:
         need, limit = format_bytes(self.need_bytes), format_bytes(self.limit_bytes)
@@ -63,18 +87,25 @@ class LimitUse:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one optimizer step, by what they are spent on."""
+    """Predicted seconds of one optimizer step, by what they are spent on.
+
+    Each part is what the others do not hide: copies, disk and updates that go on while something
+    is computed count with what is left of them when that is done.
+    """
 
     compute: float
     recompute: float
     optimizer: float
     copies: float
     overhead: float
+    disk: float = 0.0
 
     @property
     def total(self) -> float:
-        """All parts; nothing overlaps in the engine as it is."""
-        return self.compute + self.recompute + self.optimizer + self.copies + self.overhead
+        """All parts."""
+        return (
+            self.compute + self.recompute + self.optimizer + self.copies + self.overhead + self.disk
+        )
 
     def to_json(self) -> dict[str, float]:
         """The parts and their total."""
@@ -165,107 +196,3 @@ def _alternative_json(candidate: Candidate) -> Mapping[str, object]:
         "step_seconds": candidate.step_time.total,
         "verdict": candidate.verdict,
     }
-
-
-def techniques(policies: Policies) -> dict[str, str]:
-    """The choices in the words of the job's keys."""
-    batch, placement, sharding = policies.batch, policies.placement, policies.sharding
-    chosen = {
-        "batch": f"{batch.micro_batch_size} x {batch.accumulation_steps}",
-        "gradient_checkpointing": _checkpointing_word(policies),
-        "loss": str(policies.loss.kind),
-        "attention": str(policies.attention.kernel),
-        "offload_optimizer": _PLACE_WORDS[placement.optimizer_states],
-        "offload_param": _PLACE_WORDS[placement.parameters],
-        "offload_activations": str(placement.activations is not Tier.DEVICE).lower(),
-        "precision": policies.precision.parameters,
-        "optim": str(policies.optimizer.name),
-        "finetuning_type": "full" if policies.adapter is None else "lora",
-    }
-    if policies.adapter is not None:
-        chosen["lora_rank"] = str(policies.adapter.rank)
-    if policies.quantisation is not None:
-        chosen["quantization_bit"] = str(policies.quantisation.bits)
-    if sharding.ranks > 1:
-        chosen |= {
-            "num_gpus": str(sharding.ranks),
-            "zero_stage": str(sharding.zero_stage),
-            "tensor_parallel_size": str(sharding.tensor_parallel),
-            "pipeline_parallel_size": str(sharding.pipeline_parallel),
-        }
-    return chosen
-
-
-_PLACE_WORDS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.NVME: "nvme"}
-_PLACE_NAMES = {Tier.HOST: "host", Tier.NVME: "NVMe"}
-
-
-def _checkpointing_word(policies: Policies) -> str:
-    if policies.checkpointing.enabled and policies.checkpointing.every > 1:
-        return "selective"
-    return str(policies.checkpointing.enabled).lower()
-
-
-def describe_policies(policies: Policies) -> str:
-    """One line: the batch and the techniques that are on."""
-    batch = policies.batch
-    parts = [f"micro-batch {batch.micro_batch_size} x {batch.accumulation_steps}"]
-    parts += _describe_sharding(policies)
-    parts += _describe_numerics(policies)
-    if policies.loss.kind is LossKind.CHUNKED:
-        parts.append("chunked loss")
-    if policies.checkpointing.enabled:
-        parts.append(
-            "selective checkpointing" if policies.checkpointing.every > 1 else "checkpointing"
-        )
-    parts += _describe_placement(policies)
-    return ", ".join(parts)
-
-
-def _describe_sharding(policies: Policies) -> Iterator[str]:
-    sharding = policies.sharding
-    if sharding.ranks == 1:
-        return
-    yield f"{sharding.ranks} ranks"
-    if sharding.data_parallel > 1:
-        yield f"ZeRO-{sharding.zero_stage}" if sharding.zero_stage else "data parallel"
-    if sharding.tensor_parallel > 1:
-        yield f"tensor parallel {sharding.tensor_parallel}"
-    if sharding.pipeline_parallel > 1:
-        yield f"pipeline of {sharding.pipeline_parallel} stages"
-
-
-def _describe_numerics(policies: Policies) -> Iterator[str]:
-    if policies.adapter is not None:
-        yield f"LoRA rank {policies.adapter.rank}"
-    if policies.quantisation is not None:
-        yield f"{policies.quantisation.bits}-bit base"
-    if policies.optimizer.name is not OptimizerName.ADAMW:
-        yield str(policies.optimizer.name)
-    if policies.attention.kernel is not AttentionKernel.SDPA:
-        yield f"{policies.attention.kernel} attention"
-
-
-def _describe_placement(policies: Policies) -> Iterator[str]:
-    placement = policies.placement
-    if placement.optimizer_states is not Tier.DEVICE:
-        yield f"gradients + optimizer on {_PLACE_NAMES[placement.optimizer_states]}"
-    if placement.parameters is not Tier.DEVICE:
-        yield f"parameters on {_PLACE_NAMES[placement.parameters]}"
-    if placement.activations is not Tier.DEVICE:
-        yield f"activations on {_PLACE_NAMES[placement.activations]}"
-
-
-def count_techniques(policies: Policies) -> int:
-    """How many techniques are on; of equally fast plans the one with fewest wins."""
-    placement = policies.placement
-    return (
-        (policies.adapter is not None)
-        + (policies.quantisation is not None)
-        + (policies.loss.kind is LossKind.CHUNKED)
-        + policies.checkpointing.enabled
-        + (placement.optimizer_states is not Tier.DEVICE)
-        + (placement.parameters is not Tier.DEVICE)
-        + (placement.activations is not Tier.DEVICE)
-        + (policies.batch.accumulation_steps > 1)
-    )

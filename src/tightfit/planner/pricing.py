@@ -10,15 +10,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tightfit.bill.model_states import model_state_bytes
 from tightfit.bill.runtime import Capability, likely_link, runtime_bytes
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.workload import Workload
+from tightfit.planner.bounds import LowerBounds
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import ModelCost, predict_step_time
-from tightfit.policies import AdapterPolicy, CheckpointingPolicy, Policies, Tier
+from tightfit.planner.traffic import Traffic, traffic_of
+from tightfit.policies import (
+    CheckpointingPolicy,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    Tier,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,14 +71,18 @@ class Pricing:
     rates: Rates
     card: Capability | None = None
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
+    _least: LowerBounds = field(default_factory=LowerBounds)
 
     def run(self, policies: Policies, *, full_depth: bool = False) -> DryRun:
         """The dry run of `policies`; what the optimizer's numbers are does not matter to it."""
-        key = (replace(policies, optimizer=type(policies.optimizer)()), full_depth)
+        optimizer = policies.optimizer
+        states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
+        key = (replace(policies, optimizer=states), full_depth)
         if key not in self._runs:
             self._runs[key] = dry_run(
                 self.config, policies, self.workload, full_depth=full_depth, card=self.card
             )
+            self._least.learn(policies, self._runs[key].table)
         return self._runs[key]
 
     def bill(self, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
@@ -79,23 +90,52 @@ class Pricing:
         run = self.run(policies, full_depth=full_depth)
         return whole_bill(run, policies, self.card)
 
-    def least_device_bytes(self, policies: Policies) -> int:
-        """What model states alone put on the device, whatever the batch: a lower bound."""
-        counts = self._plain_run(policies.adapter)
-        states = model_state_bytes(
-            counts.trainable, counts.frozen, policies, quantised=counts.quantised
-        )[Tier.DEVICE]
-        return sum(states.values()) - states.get(Kind.GRADIENTS, 0)
+    def least_states(self, policies: Policies) -> MemoryTable:
+        """What model states alone take, whatever the batch: a lower bound."""
+        return self._least.states(policies, self.counts(policies))
+
+    def least_bill(self, policies: Policies) -> MemoryTable:
+        """A lower bound from closed forms and from the dry runs so far; it makes none."""
+        return self._least.table(policies, self.counts(policies))
 
     def step_time(self, policies: Policies) -> StepTime:
         """Predicted seconds of one optimizer step."""
-        return predict_step_time(self._cost(policies), policies, self.workload, self.rates)
+        return predict_step_time(
+            self._cost(policies),
+            policies,
+            self.workload,
+            self.rates,
+            self.traffic(policies),
+            on_card=self.card is not None,
+        )
 
-    def _plain_run(self, adapter: AdapterPolicy | None) -> DryRun:
-        return self.run(replace(self.plain, adapter=adapter))
+    def traffic(self, policies: Policies) -> Traffic:
+        """What one optimizer step moves between tiers."""
+        tokens = self.workload.average_tokens_per_step
+        run = self.counts(policies)
+        per_token = self._activation_bytes_per_token
+        if policies.checkpointing.enabled:
+            inputs = run.shape.layers * run.shape.hidden_size * policies.precision.parameter_bytes
+            every = policies.checkpointing.every
+            per_token = inputs / every + per_token * (1 - 1 / every)
+        return traffic_of(run, policies, tokens * per_token)
+
+    def counts(self, policies: Policies) -> DryRun:
+        """A run of the same model and adapter: its counts and its shape are theirs too."""
+        if policies.adapter == self.plain.adapter:
+            return self.run(self.plain)
+        optimizer = replace(self.plain.optimizer, split_master=False)
+        return self.run(
+            replace(
+                self.plain,
+                adapter=policies.adapter,
+                optimizer=optimizer,
+                placement=PlacementPolicy(),
+            )
+        )
 
     def _cost(self, policies: Policies) -> ModelCost:
-        run = self._plain_run(policies.adapter)
+        run = self.counts(policies)
         shape = run.shape
         head = shape.vocab_size * shape.hidden_size
         total = run.trainable + run.frozen + run.quantised
@@ -110,7 +150,9 @@ class Pricing:
 
     @cached_property
     def _activation_bytes_per_token(self) -> float:
-        keeping_all = replace(self.plain, checkpointing=CheckpointingPolicy())
+        keeping_all = replace(
+            self.plain, checkpointing=CheckpointingPolicy(), placement=PlacementPolicy()
+        )
         peaks = self.run(keeping_all).table.peaks
         most = max(kinds[Tier.DEVICE].get(Kind.ACTIVATIONS, 0) for kinds in peaks.values())
         return most / (self.plain.batch.micro_batch_size * self.workload.sequence_length)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim.adamw import adamw
+
+from tightfit.planner.disk_rate import ASSUMED_DISK, DiskRate
 
 _MATMUL_SIDE = 768  # the width of a small model's layers, where a CPU's rate is at its plateau
 _BUFFER_BYTES = 32 * 2**20  # larger than a last-level cache share, so that memory is measured
@@ -28,6 +30,8 @@ class Rates:
         copy_bytes_per_second: between device and host.
         optimizer_parameters_per_second: fused AdamW in fp32, by tier of the states.
         operation_seconds: fixed cost of starting one operation.
+        disk_read_bytes_per_second, disk_write_bytes_per_second: of the nvme tier's disk; assumed
+            until `disk_rate.py` measures them.
     """
 
     matmul_flops_per_second: float
@@ -36,6 +40,16 @@ class Rates:
     device_optimizer_parameters_per_second: float
     host_optimizer_parameters_per_second: float
     operation_seconds: float
+    disk_read_bytes_per_second: float = ASSUMED_DISK.read_bytes_per_second
+    disk_write_bytes_per_second: float = ASSUMED_DISK.write_bytes_per_second
+
+    def with_disk(self, disk: DiskRate) -> Rates:
+        """The same with a disk that was measured."""
+        return replace(
+            self,
+            disk_read_bytes_per_second=disk.read_bytes_per_second,
+            disk_write_bytes_per_second=disk.write_bytes_per_second,
+        )
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -1,34 +1,42 @@
 """Finds the fastest policies whose bill fits the limits.
 
 Candidates are ordered by predicted step time, ties by the number of techniques. Each is first
-held against a closed-form lower bound, then priced by a dry run; the first that fits is priced
-again at full depth, so that the plan's bill was really computed. What the model does not support
-is turned down like what does not fit. What changes numerics is tried only where the job allows it
-and only when nothing else fits.
+held against lower bounds, then priced by a dry run; the first that fits is priced again at full
+depth, so that the plan's bill was really computed. What the model does not support is turned down
+like what does not fit, what the engine cannot do yet is left out. Of what leaves the device only as
+much leaves as is missing; nothing is taken for faster because it leaves. The disk is tried when
+nothing fits without it, and what changes numerics only where the job allows it and when nothing
+else fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from tightfit.bill.table import MemoryTable
 from tightfit.engine.precision import DTYPES
 from tightfit.engine.supported import check_engine_can
 from tightfit.errors import DoesNotFitError, UnsupportedError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
+from tightfit.planner.agreement import planned_policies
+from tightfit.planner.disk_rate import measure_disk
 from tightfit.planner.explain import nothing_fits, reasons_for
-from tightfit.planner.machine import card_here, limits_of, precision_of
-from tightfit.planner.options import Options, model_options, planned_policies
-from tightfit.planner.plan import Candidate, Limits, Plan, count_techniques
+from tightfit.planner.first_fit import FirstFit
+from tightfit.planner.fitting import Fitting, possible
+from tightfit.planner.machine import card_here, existing_folder, limits_of, precision_of
+from tightfit.planner.options import Options, model_options
+from tightfit.planner.placements import uses_disk
+from tightfit.planner.plan import Plan
 from tightfit.planner.pricing import Config, Pricing, fields_of
 from tightfit.planner.rates import Rates, measure_rates
-from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies
-from tightfit.units import format_bytes, format_seconds
+from tightfit.policies import AdapterPolicy, Policies
+from tightfit.units import format_bytes
+
+_LEANEST_PRICED = 4  # of the leanest candidates, when nothing fits, to say by how much
 
 
 def plan_job(
@@ -50,7 +58,11 @@ def plan_job(
     """
     search = _prepare(job, config, workload, hardware, rates)
     if job.plan is not None:
-        return search.require_fit(search.plan_of(planned_policies(job, search.options)))
+        policies = planned_policies(job, search.options)
+        check_engine_can(policies)
+        if uses_disk(policies.placement):
+            search.measure_disk()
+        return search.require_fit(search.plan_of(policies))
     return search.best()
 
 
@@ -64,7 +76,7 @@ def _prepare(
     _check_can_be_trained(job)
     card = card_here(hardware)
     precision = precision_of(job, card)
-    options = model_options(job, fields_of(config), precision)
+    options = model_options(job, fields_of(config), precision, on_card=card is not None)
     check_engine_can(options.plain())
     device = torch.device("cpu" if card is None else "cuda")
     if rates is None and card is not None and not torch.cuda.is_available():
@@ -72,9 +84,10 @@ def _prepare(
             "planning for a card that this machine does not have is not available yet; "
             "`tightfit estimate` prices a job for one"
         )
+    folder = existing_folder(job.disk_folder) if rates is None else None
     rates = rates or measure_rates(device, torch.float32 if card is None else DTYPES[precision])
     pricing = Pricing(options.plain(), config, workload, rates, card)
-    return _Search(pricing, options, limits_of(job, hardware, card))
+    return _Search(pricing, options, Fitting(pricing, limits_of(job, hardware, card)), folder)
 
 
 def _check_can_be_trained(job: Job) -> None:
@@ -97,11 +110,16 @@ def _check_can_be_trained(job: Job) -> None:
 
 @dataclass
 class _Search:
+    """Looks for the plan of one job.
+
+    Attributes:
+        disk_folder: on the disk whose rates are not known yet; None where they are.
+    """
+
     pricing: Pricing
     options: Options
-    limits: Limits
-    turned_down: list[Candidate] = field(default_factory=list)
-    _exceeding: set[tuple[PlacementPolicy, AdapterPolicy | None]] = field(default_factory=set)
+    fitting: Fitting
+    disk_folder: Path | None
 
     def best(self) -> Plan:
         """The fastest plan that fits.
@@ -109,21 +127,42 @@ class _Search:
         Raises:
             DoesNotFitError: there is none.
         """
-        found = self._first_fit(self.options.candidates())
         lora = self.options.lora_if_nothing_fits
+        found = self._first_fit(None)
         if found is None and lora is not None:
-            found = self._first_fit(self.options.candidates(lora))
+            found = self._first_fit(lora)
         if found is None:
-            raise nothing_fits(self._tried(), self.options.lora, self.pricing, self.limits)
+            limits = self.fitting.limits
+            raise nothing_fits(self._tried(), self.options.lora, self.pricing, limits)
         return self.plan_of(found)
+
+    def _first_fit(self, adapter: AdapterPolicy | None) -> Policies | None:
+        """The fastest that fits; with something on disk only where nothing fits without."""
+        candidates = [p for p in self.options.candidates(adapter) if possible(p)]
+        search = FirstFit(self.options, self.fitting)
+        found = search.of(p for p in candidates if not uses_disk(p.placement))
+        on_disk = [p for p in candidates if uses_disk(p.placement)]
+        if found is None and on_disk:
+            self.measure_disk()
+            found = search.of(on_disk)
+        return found
+
+    def measure_disk(self) -> None:
+        """Know the disk's rates from now on."""
+        if self.disk_folder is not None:
+            self.pricing.rates = self.pricing.rates.with_disk(measure_disk(self.disk_folder))
+            self.disk_folder = None
 
     def _tried(self) -> list[Policies]:
         """What was priced and turned down, and the leanest of those that needed no pricing."""
-        priced = [candidate.policies for candidate in self.turned_down if candidate.bill]
+        fitting = self.fitting
+        priced = [candidate.policies for candidate in fitting.turned_down if candidate.bill]
         lean = self.options.leanest()
         if self.options.lora_if_nothing_fits is not None:
             lean += self.options.leanest(self.options.lora_if_nothing_fits)
-        priced += [policies for policies in lean if self._refusal(policies) is None]
+        lean = [policies for policies in lean if possible(policies)]
+        lean.sort(key=lambda p: fitting.limits.missing_bytes(self.pricing.least_bill(p)))
+        priced += [p for p in lean[:_LEANEST_PRICED] if fitting.refusal(p) is None]
         return priced or [self.options.plain()]
 
     def require_fit(self, plan: Plan) -> Plan:
@@ -132,80 +171,28 @@ class _Search:
         Raises:
             DoesNotFitError: it does not.
         """
-        missing = self.limits.missing_bytes(plan.bill)
-        if missing > 0:
+        tightest = plan.limits.tightest(plan.bill)
+        if tightest is not None and tightest.missing_bytes > 0:
+            missing = tightest.missing_bytes
             raise DoesNotFitError(
-                f"this plan {self.limits.tightest(plan.bill)}: {format_bytes(missing)} more than "
-                "the limit. Let tightfit plan (leave out --plan), or raise memory_limit "
-                "(host_memory_limit where the host is short)",
+                f"this plan {tightest}: {format_bytes(missing)} more than the limit. Let tightfit "
+                f"plan (leave out --plan), or raise {tightest.key}",
                 missing,
             )
         return plan
 
-    def plan_of(self, policies: Policies, *, verify: bool = True) -> Plan:
+    def plan_of(self, policies: Policies) -> Plan:
         """The plan with exactly these policies."""
-        run = self.pricing.run(policies, full_depth=verify)
-        plain = self.options.plain()
+        run = self.pricing.run(policies, full_depth=True)
+        limits = self.fitting.limits
         return Plan(
             policies=policies,
-            bill=self.pricing.bill(policies, full_depth=verify),
-            plain=self.pricing.bill(plain),
+            bill=self.pricing.bill(policies, full_depth=True),
+            plain=self.pricing.bill(self.options.plain()),
             step_time=self.pricing.step_time(policies),
-            limits=self.limits,
+            limits=limits,
             trainable_parameters=run.trainable,
             frozen_parameters=run.frozen,
-            reasons=tuple(reasons_for(policies, self.pricing, self.limits)),
-            alternatives=tuple(self.turned_down),
-        )
-
-    def _first_fit(self, candidates: Iterable[Policies]) -> Policies | None:
-        priced = [(self.pricing.step_time(p).total, count_techniques(p), p) for p in candidates]
-        for _, _, policies in sorted(priced, key=lambda entry: entry[:2]):
-            if self._fits(policies):
-                return policies
-        return None
-
-    def _fits(self, policies: Policies) -> bool:
-        """Whether it fits; notes why not."""
-        if self._states_alone_exceed(policies):
-            return False
-        refusal = self._refusal(policies)
-        if refusal is not None:
-            self._turn_down(policies, None, refusal)
-            return False
-        for full_depth in (False, True):
-            bill = self.pricing.bill(policies, full_depth=full_depth)
-            missing = self.limits.missing_bytes(bill)
-            if missing > 0:
-                said = f"{self.limits.tightest(bill)}: {format_bytes(missing)} too much"
-                self._turn_down(policies, bill, said)
-                return False
-        return True
-
-    def _refusal(self, policies: Policies) -> str | None:
-        """Why the engine cannot do it with this model; None where it can."""
-        try:
-            self.pricing.run(policies)
-        except UnsupportedError as error:
-            return str(error)
-        return None
-
-    def _states_alone_exceed(self, policies: Policies) -> bool:
-        """Whether no batch could fit with this placement; noted once for all batches."""
-        limit = self.limits.device_bytes
-        least = self.pricing.least_device_bytes(policies)
-        if limit is None or least <= limit:
-            return False
-        shape = (policies.placement, policies.adapter)
-        if shape not in self._exceeding:
-            self._exceeding.add(shape)
-            self._turn_down(
-                policies, None, f"model states alone put {format_bytes(least)} on the device"
-            )
-        return True
-
-    def _turn_down(self, policies: Policies, bill: MemoryTable | None, verdict: str) -> None:
-        seconds = self.pricing.step_time(policies)
-        self.turned_down.append(
-            Candidate(policies, bill, seconds, f"{verdict} ({format_seconds(seconds.total)}/step)")
+            reasons=tuple(reasons_for(policies, self.pricing, limits)),
+            alternatives=tuple(self.fitting.turned_down),
         )

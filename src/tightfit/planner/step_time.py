@@ -1,7 +1,9 @@
 """Predicted seconds of one optimizer step from counts and measured rates.
 
 A step is matrix products over their rate, plus element-wise work over the memory's rate, plus the
-update, plus copies, plus a fixed cost per operation. Nothing overlaps, as in the engine. Knows
+update, plus a fixed cost per operation, plus what copies and disk take beyond what runs meanwhile.
+A card computes while copies and the host's update go on; on a CPU they take its own time, and only
+the disk is waited for beside it. Layers are alike, so what is hidden of one is hidden of all. Knows
 nothing of memory.
 """
 
@@ -12,12 +14,14 @@ from dataclasses import dataclass
 from tightfit.facts.workload import Workload
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
-from tightfit.policies import Policies, Tier
+from tightfit.planner.traffic import Traffic
+from tightfit.policies import Policies
 
 _OPERATIONS_PER_LAYER = 120  # forward and backward of a decoder layer, counted by the ledger
 # Bytes that element-wise operations move for each byte they leave as an activation: written once
 # and read once in forward, read with a gradient of its size and a gradient written in backward.
-_MOVES_PER_ACTIVATION_BYTE = 5
+_MOVES_IN_FORWARD = 2
+_MOVES_IN_BACKWARD = 3
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,56 @@ class ModelCost:
     activation_bytes_per_token: float
 
 
+@dataclass(frozen=True)
+class _Computing:
+    """Seconds of one step that the device computes, over all micro-batches."""
+
+    forward: float
+    backward: float
+    recompute: float
+
+
 def predict_step_time(
-    cost: ModelCost, policies: Policies, workload: Workload, rates: Rates
+    cost: ModelCost,
+    policies: Policies,
+    workload: Workload,
+    rates: Rates,
+    traffic: Traffic,
+    *,
+    on_card: bool,
 ) -> StepTime:
-    """Seconds of one optimizer step over the global batch."""
+    """Seconds of one optimizer step over the global batch.
+
+    Args:
+        traffic: what moves meanwhile.
+        on_card: whether the device computes while the host copies and updates.
+    """
+    computing = _computing(cost, policies, workload, rates)
+    copies = _copies(traffic, policies, rates, computing, on_card=on_card)
+    disk = _disk_while_computing(traffic, rates, computing)
+    update = _Update.of(cost, policies, rates, traffic)
+    budget = computing.forward / policies.batch.accumulation_steps
+    budget = budget if policies.placement.lazy_step else 0.0
+    hides = budget if on_card else 0.0
+    # The update of the host, the disk and the copy back are one pipeline, as long as the slowest
+    # of them; of each only what exceeds those before it and the forward that runs meanwhile counts.
+    exposed = update.first + max(0.0, update.rest - hides)
+    busy = max(update.rest, hides) if on_card else update.rest + budget
+    return StepTime(
+        compute=computing.forward + computing.backward,
+        recompute=computing.recompute,
+        optimizer=update.on_device + update.norm + exposed,
+        copies=copies
+        + (max(0.0, update.copies - max(busy, update.disk)) if on_card else update.copies),
+        overhead=_OPERATIONS_PER_LAYER
+        * cost.layers
+        * policies.batch.accumulation_steps
+        * rates.operation_seconds,
+        disk=disk + max(0.0, update.disk - busy),
+    )
+
+
+def _computing(cost: ModelCost, policies: Policies, workload: Workload, rates: Rates) -> _Computing:
     tokens = workload.average_tokens_per_step
     attention = 2 * 2 * cost.layers * cost.hidden_size * workload.sequence_length / 2
     forward = tokens * (2 * cost.matmul_parameters + attention)
@@ -52,37 +102,76 @@ def predict_step_time(
     element_wise = tokens * cost.activation_bytes_per_token / rates.memory_bytes_per_second
     recomputed = tokens * (2 * (cost.matmul_parameters - cost.head_parameters) + attention)
     recompute = (
-        recomputed / rates.matmul_flops_per_second + element_wise * 2
+        recomputed / rates.matmul_flops_per_second + element_wise * _MOVES_IN_FORWARD
         if policies.checkpointing.enabled
         else 0.0
     )
-    return StepTime(
-        compute=(forward + backward) / rates.matmul_flops_per_second
-        + element_wise * _MOVES_PER_ACTIVATION_BYTE,
-        recompute=recompute,
-        optimizer=_optimizer_seconds(cost, policies, rates),
-        copies=_copied_bytes(cost, policies) / rates.copy_bytes_per_second,
-        overhead=_OPERATIONS_PER_LAYER
-        * cost.layers
-        * policies.batch.accumulation_steps
-        * rates.operation_seconds,
+    return _Computing(
+        forward / rates.matmul_flops_per_second + element_wise * _MOVES_IN_FORWARD,
+        backward / rates.matmul_flops_per_second + element_wise * _MOVES_IN_BACKWARD,
+        recompute,
     )
 
 
-def _optimizer_seconds(cost: ModelCost, policies: Policies, rates: Rates) -> float:
-    rate = (
-        rates.host_optimizer_parameters_per_second
-        if policies.placement.optimizer_states is Tier.HOST
-        else rates.device_optimizer_parameters_per_second
-    )
-    # The norm and the clipping read and write every gradient once more.
-    norm = 3 * cost.trainable * policies.precision.parameter_bytes / rates.memory_bytes_per_second
-    return cost.trainable / rate + norm
+def _copies(
+    traffic: Traffic, policies: Policies, rates: Rates, computing: _Computing, *, on_card: bool
+) -> float:
+    """What copies take beyond the computing of the forward or backward that they belong to.
+
+    On a card both directions go at once. Without prefetch a layer waits for its parameters.
+    """
+    rate = rates.copy_bytes_per_second
+    parameters, activations = traffic.parameters_in / rate, traffic.activations / rate
+    gradients, late = traffic.gradients_out / rate, traffic.gradients_late / rate
+    if not on_card:
+        return 2 * parameters + 2 * activations + gradients + late
+    waited = 0.0
+    if not policies.placement.prefetch:
+        waited, parameters = 2 * parameters, 0.0
+    forward = max(0.0, max(parameters, activations) - computing.forward)
+    behind = computing.backward + computing.recompute
+    backward = max(0.0, max(parameters + activations, gradients) - behind)
+    return waited + forward + backward + late
 
 
-def _copied_bytes(cost: ModelCost, policies: Policies) -> int:
-    """Gradients out once per micro-batch, parameters back once per step."""
-    if policies.placement.optimizer_states is not Tier.HOST:
-        return 0
-    width = policies.precision.parameter_bytes
-    return cost.trainable * width * (policies.batch.accumulation_steps + 1)
+def _disk_while_computing(traffic: Traffic, rates: Rates, computing: _Computing) -> float:
+    """What reading parameters and adding gradients up on disk take beyond computing."""
+    parameters = traffic.disk_parameters / rates.disk_read_bytes_per_second
+    gradients = traffic.disk_gradients / rates.disk_write_bytes_per_second
+    behind = computing.backward + computing.recompute
+    return max(0.0, parameters - computing.forward) + max(0.0, parameters + gradients - behind)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """Seconds of the optimizer's step, each as if it were alone.
+
+    Attributes:
+        norm: of the gradients, and clipping; nothing can go on meanwhile.
+        on_device: update of what stays.
+        first, rest: update of what leaves: of what forward begins with, and of all else.
+        disk, copies: states read and written, values brought back.
+    """
+
+    norm: float
+    on_device: float
+    first: float
+    rest: float
+    disk: float
+    copies: float
+
+    @classmethod
+    def of(cls, cost: ModelCost, policies: Policies, rates: Rates, traffic: Traffic) -> _Update:
+        # The norm and the clipping read and write every gradient once more.
+        touched = 3 * cost.trainable * policies.precision.parameter_bytes
+        host = rates.host_optimizer_parameters_per_second
+        staying = cost.trainable - traffic.updated_off
+        return cls(
+            norm=touched / rates.memory_bytes_per_second,
+            on_device=staying / rates.device_optimizer_parameters_per_second,
+            first=traffic.updated_first / host,
+            rest=(traffic.updated_off - traffic.updated_first) / host,
+            disk=traffic.disk_read / rates.disk_read_bytes_per_second
+            + traffic.disk_written / rates.disk_write_bytes_per_second,
+            copies=traffic.values_in / rates.copy_bytes_per_second,
+        )

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
-from tightfit.planner.plan import Candidate, Limits, Plan, describe_policies
+from tightfit.planner.plan import Candidate, Limits, Plan
+from tightfit.planner.words import describe_policies
 from tightfit.policies import Tier
 from tightfit.report.bars import show_bars, swatch
 from tightfit.report.kinds import LOOKS

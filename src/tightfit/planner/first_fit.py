@@ -1,0 +1,152 @@
+"""The first of many candidates that fits, in the order of predicted time.
+
+Of candidates whose fraction is open only as much leaves the device as is missing. That is found
+from the bill of those that send all of it away, then priced at full depth, since no line leads from
+a few layers to a fraction of many. Nothing is taken for faster because something leaves: what fits
+without comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+
+from tightfit.planner.fitting import Fitting, possible
+from tightfit.planner.fractions import fraction_of, layer_bytes, least_leaving, with_fraction
+from tightfit.planner.options import Options
+from tightfit.planner.words import count_techniques
+from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies, Tier
+
+_MOST_TRIES = 3  # of a fraction; each costs a dry run at full depth
+
+
+@dataclass(order=True)
+class _Entry:
+    """A candidate on the list.
+
+    Attributes:
+        seconds: of a step; never less than with nothing off the device that may stay.
+        techniques: how many there are.
+        leaving: how much leaves.
+        number: of the candidate it comes from.
+        whole: that candidate.
+        name: the field of its placement that is open; None where nothing is.
+        layers: how many leave; 0 where that is still to be found.
+        tries: bills that were asked for.
+    """
+
+    seconds: float
+    techniques: int
+    leaving: float
+    number: int
+    whole: Policies = field(compare=False)
+    name: str | None = field(default=None, compare=False)
+    layers: int = field(default=0, compare=False)
+    tries: int = field(default=0, compare=False)
+
+
+@dataclass
+class FirstFit:
+    """Looks for the first that fits."""
+
+    options: Options
+    fitting: Fitting
+
+    def of(self, candidates: Iterable[Policies]) -> Policies | None:
+        """None where none fits."""
+        queue = [
+            self._entry(number, policies, name)
+            for number, policies in enumerate(candidates)
+            for name in (None, *self._open(policies))
+        ]
+        heapify(queue)
+        while queue:
+            entry = heappop(queue)
+            if entry.name is None:
+                if self.fitting.fits(entry.whole):
+                    return entry.whole
+                continue
+            if entry.layers and self.fitting.fits_whole(self._policies(entry)):
+                return self._policies(entry)
+            following = self._more(entry) if entry.layers else self._least(entry)
+            if following is not None:
+                heappush(queue, following)
+        return None
+
+    def _open(self, policies: Policies) -> tuple[str, ...]:
+        """The fraction that is open, if one is and the engine can do with less than all."""
+        name = self.options.open_fraction(policies)
+        if name is None:
+            return ()
+        least = with_fraction(policies, name, fraction_of(1, self._layers(policies)))
+        return (name,) if possible(least) else ()
+
+    def _entry(
+        self, number: int, whole: Policies, name: str | None, layers: int = 0, tries: int = 0
+    ) -> _Entry:
+        """Where the fraction is not known yet, as if a single layer would do."""
+        entry = _Entry(0.0, 0, 0.0, number, whole, name, layers, tries)
+        policies = self._policies(entry)
+        nearest = self.options.placements(_fallback(self.options, whole))[0]
+        staying = replace(whole, placement=nearest)
+        entry.seconds = max(
+            self.fitting.pricing.step_time(choice).total for choice in (policies, staying)
+        )
+        entry.techniques = count_techniques(policies)
+        entry.leaving = _leaving(policies.placement)
+        return entry
+
+    def _policies(self, entry: _Entry) -> Policies:
+        if entry.name is None:
+            return entry.whole
+        fraction = fraction_of(max(1, entry.layers), self._layers(entry.whole))
+        return with_fraction(entry.whole, entry.name, fraction)
+
+    def _layers(self, policies: Policies) -> int:
+        return self.fitting.pricing.counts(policies).shape.layers
+
+    def _least(self, entry: _Entry) -> _Entry | None:
+        """The entry with as many layers as the bill of all of them says are missing; None where
+        the device is too small for the rest, or large enough for nothing that leaves."""
+        fitting, whole = self.fitting, entry.whole
+        limit = fitting.limits.device_bytes
+        assert entry.name is not None
+        if limit is None or not fitting.could_fit_the_device(whole) or fitting.refusal(whole):
+            return None
+        run, bill = fitting.pricing.counts(whole), fitting.pricing.bill(whole)
+        layers = least_leaving(whole, entry.name, bill, run, limit)
+        if layers is None:
+            return None
+        return self._entry(entry.number, whole, entry.name, layers, 1)
+
+    def _more(self, entry: _Entry) -> _Entry | None:
+        """The entry with what its own bill has shown to be missing on the device as well; None
+        where another tier is short, or all may as well leave."""
+        fitting, policies = self.fitting, self._policies(entry)
+        assert entry.name is not None
+        use = fitting.limits.tightest(fitting.pricing.bill(policies, full_depth=True))
+        if use is None or use.name != "device" or entry.tries == _MOST_TRIES:
+            return None
+        each = layer_bytes(fitting.pricing.counts(policies), entry.whole, entry.name)
+        layers = entry.layers + max(1, -(-use.missing_bytes // each))
+        if layers > self._layers(policies):
+            return None
+        return self._entry(entry.number, entry.whole, entry.name, layers, entry.tries + 1)
+
+
+def _fallback(options: Options, policies: Policies) -> AdapterPolicy | None:
+    """The adapter that the planner fell back on, where it did."""
+    return None if policies.adapter == options.fixed.adapter else policies.adapter
+
+
+def _leaving(placement: PlacementPolicy) -> float:
+    """How much leaves: of equally fast candidates the one with least comes first."""
+    states = placement.optimizer_states is not Tier.DEVICE
+    parameters = placement.parameters is not Tier.DEVICE
+    return (
+        states * placement.optimizer_fraction
+        + parameters * placement.parameter_fraction
+        + (placement.activations is not Tier.DEVICE)
+        + (placement.gradients is Tier.NVME)
+    )

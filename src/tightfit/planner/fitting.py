@@ -1,0 +1,97 @@
+"""Whether policies fit the limits, with as few dry runs as that takes, and why others do not.
+
+Knows bills and limits; in which order to ask is the search's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tightfit.bill.table import MemoryTable
+from tightfit.engine.supported import engine_lacks
+from tightfit.errors import UnsupportedError
+from tightfit.planner.plan import Candidate, Limits
+from tightfit.planner.pricing import Pricing
+from tightfit.policies import Policies
+from tightfit.units import format_bytes, format_seconds
+
+
+def possible(policies: Policies) -> bool:
+    """Whether the engine can do it at all, whatever the model."""
+    return not any(engine_lacks(policies))
+
+
+@dataclass
+class Fitting:
+    """Holds candidates against limits.
+
+    Attributes:
+        turned_down: what does not fit, in the order in which it was asked about. What closed forms
+            or the bills of others say of several candidates is noted for the first of them.
+    """
+
+    pricing: Pricing
+    limits: Limits
+    turned_down: list[Candidate] = field(default_factory=list)
+    _noted: set[tuple[object, ...]] = field(default_factory=set)
+
+    def fits(self, policies: Policies) -> bool:
+        """Whether all of it fits, at full depth too."""
+        if self._exceeds_at_least(policies):
+            return False
+        refusal = self.refusal(policies)
+        if refusal is not None:
+            self._turn_down(policies, None, refusal)
+            return False
+        return self._priced(policies, full_depth=False) and self.fits_whole(policies)
+
+    def fits_whole(self, policies: Policies) -> bool:
+        """Whether it fits at full depth; asks for no other bill."""
+        return self._priced(policies, full_depth=True)
+
+    def could_fit_the_device(self, policies: Policies) -> bool:
+        """Whether nothing says yet that the device is too small for it."""
+        device = Limits(device_bytes=self.limits.device_bytes)
+        return device.missing_bytes(self.pricing.least_bill(policies)) <= 0
+
+    def refusal(self, policies: Policies) -> str | None:
+        """Why the engine cannot do it with this model; None where it can."""
+        try:
+            self.pricing.run(policies)
+        except UnsupportedError as error:
+            return str(error)
+        return None
+
+    def _priced(self, policies: Policies, *, full_depth: bool) -> bool:
+        bill = self.pricing.bill(policies, full_depth=full_depth)
+        missing = self.limits.missing_bytes(bill)
+        if missing > 0:
+            said = f"{self.limits.tightest(bill)}: {format_bytes(missing)} too much"
+            self._turn_down(policies, bill, said)
+        return missing <= 0
+
+    def _exceeds_at_least(self, policies: Policies) -> bool:
+        """Whether it cannot fit whatever a dry run would say: no batch, or not this one."""
+        states = self.limits.tightest(self.pricing.least_states(policies))
+        if states is not None and states.missing_bytes > 0:
+            need = format_bytes(states.need_bytes)
+            self._note(policies, f"model states alone put {need} on the {states.name}")
+            return True
+        least = self.limits.tightest(self.pricing.least_bill(policies))
+        if least is None or least.missing_bytes <= 0:
+            return False
+        said = f"at least {least}: {format_bytes(least.missing_bytes)} too much"
+        self._note(policies, said, policies.loss, policies.checkpointing)
+        return True
+
+    def _note(self, policies: Policies, verdict: str, *shape: object) -> None:
+        key = (policies.placement, policies.adapter, *shape)
+        if key not in self._noted:
+            self._noted.add(key)
+            self._turn_down(policies, None, verdict)
+
+    def _turn_down(self, policies: Policies, bill: MemoryTable | None, verdict: str) -> None:
+        seconds = self.pricing.step_time(policies)
+        self.turned_down.append(
+            Candidate(policies, bill, seconds, f"{verdict} ({format_seconds(seconds.total)}/step)")
+        )
