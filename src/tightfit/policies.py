@@ -26,6 +26,7 @@ class LossKind(StrEnum):
 
     FULL = "full"  # all logits [tokens, vocabulary] at once
     CHUNKED = "chunked"  # a few tokens' logits at a time, gradients made in the same pass
+    SLICED = "sliced"  # a slice of the vocabulary at a time, made again in backward
 
 
 class AttentionKernel(StrEnum):
@@ -85,10 +86,12 @@ class ShardingPolicy:
 
 @dataclass(frozen=True)
 class LossPolicy:
-    """Cross-entropy; `chunk_tokens` positions at a time when chunked."""
+    """Cross-entropy; `chunk_tokens` positions at a time when chunked, `slice_rows` of the output
+    layer when sliced."""
 
     kind: LossKind = LossKind.FULL
     chunk_tokens: int = 256
+    slice_rows: int = 4096
 
 
 @dataclass(frozen=True)
@@ -229,8 +232,11 @@ def check_compatible(policies: Policies) -> None:
             f"a batch of {batch.micro_batch_size} x {batch.accumulation_steps} "
             "sequences; both factors must be at least 1"
         )
-    if policies.loss.chunk_tokens < 1:
-        raise UnsupportedError(f"chunk_tokens must be at least 1, not {policies.loss.chunk_tokens}")
+    if min(policies.loss.chunk_tokens, policies.loss.slice_rows) < 1:
+        raise UnsupportedError(
+            f"chunk_tokens and slice_rows must be at least 1, not {policies.loss.chunk_tokens} and "
+            f"{policies.loss.slice_rows}"
+        )
     if policies.checkpointing.every < 1:
         raise UnsupportedError("checkpointing every 0 layers; 1 is every layer")
     if policies.quantisation is not None and policies.adapter is None:

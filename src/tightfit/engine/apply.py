@@ -38,9 +38,10 @@ from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.pipeline import DiskTier
 from tightfit.engine.placement import state_tiers
 from tightfit.engine.quantisation import apply_quantisation, is_quantised
-from tightfit.engine.ranks import Ranks
+from tightfit.engine.ranks import OneRank, Ranks
 from tightfit.engine.sharding import apply_sharding
 from tightfit.engine.slab import HostSlab
+from tightfit.engine.sliced_loss import SlicedLoss
 from tightfit.engine.state_dict import serve_state_dicts
 from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.supported import check_engine_can
@@ -87,7 +88,7 @@ def fit(
     if policies.adapter is not None:
         _adopt(adapted)
     apply_attention(model, policies.attention)
-    apply_loss(model, policies.loss)
+    sliced = apply_loss(model, policies.loss)
     apply_checkpointing(model, policies.checkpointing)
     if not any(p.requires_grad for p in adapted.parameters()):
         raise ConfigError("nothing to train: all parameters of the model are frozen")
@@ -95,7 +96,7 @@ def fit(
     setattr(model, _FITTED, True)
     adapted.train()
     device = device or next(adapted.parameters()).device
-    return _place(adapted, model, policies, ranks, device, offload_folder)
+    return _place(adapted, model, policies, ranks, device, offload_folder, sliced)
 
 
 def _place(
@@ -105,6 +106,7 @@ def _place(
     ranks: Ranks,
     device: torch.device,
     offload_folder: Path | None,
+    sliced: SlicedLoss | None,
 ) -> Engine:
     """Put everything where it belongs.
 
@@ -116,8 +118,8 @@ def _place(
     units = units_of(adapted, model, gathered=policies.sharding.zero_stage > 0)
     tiers = state_tiers(units, placement)
     trained = {p: tiers[p] for p in adapted.parameters() if p.requires_grad}
-    stream = _stream(units, trained, placement, transfer, slab)
     disk = _disk(placement, offload_folder)
+    stream = _stream(units, trained, placement, transfer, slab, disk)
     optimizer = PlacedOptimizer(
         units,
         policies.optimizer,
@@ -125,11 +127,13 @@ def _place(
         stream,
         transfer,
         slab,
-        disk,
+        disk if placement.optimizer_states is Tier.NVME else None,
         ranks,
         _due_updates(placement, device),
         gradients_on_disk=placement.gradients is Tier.NVME,
     )
+    if optimizer._disk is not None and stream is not None and stream.on_disk is not None:
+        optimizer._disk.update_on_disk(stream.on_disk)
     gradients = _gradient_store(trained, placement, transfer, slab, disk)
     if disk is not None:
         disk.buffers.reserve(slab)
@@ -142,6 +146,8 @@ def _place(
     _before_use(units, optimizer, stream)
     if placement.activations is not Tier.DEVICE:
         ActivationOffload(adapted, units, placement, transfer)
+    if sliced is not None:
+        _place_vocabulary(sliced, units, stream, gradients, ranks)
     serve_state_dicts(adapted, stream, optimizer.drain)
     return Engine(adapted, optimizer, gradients, ranks, policies.batch.accumulation_steps, stream)
 
@@ -152,12 +158,34 @@ def _stream(
     placement: PlacementPolicy,
     transfer: Transfer,
     slab: HostSlab,
+    disk: DiskTier | None,
 ) -> ParameterStream | None:
-    """What streams: all but adapters that are updated on the device, where they stay."""
+    """What streams: all but adapters that are updated on the device, where they stay.
+
+    Those that are updated on the host live there, wherever their base does.
+    """
     if placement.parameters is Tier.DEVICE:
         return None
     staying = {parameter for parameter, tier in trained.items() if tier is Tier.DEVICE}
-    return ParameterStream(units, placement, transfer, slab, staying)
+    on_host = {parameter for parameter, tier in trained.items() if tier is Tier.HOST}
+    far = disk if placement.parameters is Tier.NVME else None
+    return ParameterStream(units, placement, transfer, slab, staying, far, on_host)
+
+
+def _place_vocabulary(
+    sliced: SlicedLoss,
+    units: Sequence[Unit],
+    stream: ParameterStream | None,
+    gradients: GradientStore,
+    ranks: Ranks,
+) -> None:
+    """Its backward reads the output layer's weight, whose gradient may leave as it comes: where it
+    goes to the host and is not to be added up over ranks first."""
+    if stream is not None:
+        unit = next(unit for unit in units if sliced.head.weight in set(unit.parameters))
+        sliced.prepare = partial(stream.use, unit)
+    if isinstance(gradients, HostGradients) and isinstance(ranks, OneRank):
+        sliced.deliver = gradients.receive
 
 
 def _move_the_rest(root: nn.Module, stream: ParameterStream, device: torch.device) -> None:

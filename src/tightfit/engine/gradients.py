@@ -8,7 +8,7 @@ holds the gradient of its own part. Knows nothing of what is done with gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -100,7 +100,8 @@ class HostGradients:
     @torch.no_grad()
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
+        if parameter.grad is None:  # all of it was received
+            return
         gradient = local_part(parameter.grad)
         ledger.mark(gradient, Kind.GRADIENTS)
         self._last.wait()  # else gradients pile up where copies are slower than backward
@@ -111,6 +112,22 @@ class HostGradients:
             self._last = self._transfer.copy(total, gradient)
             self._filled.add(parameter)
         parameter.grad = None
+
+    @torch.no_grad()
+    def receive(self, parameter: nn.Parameter, rows: Iterator[torch.Tensor]) -> None:
+        """Take a gradient that comes in consecutive rows, beside what autograd may bring later."""
+        total = self._sums[parameter].tensor
+        first = 0
+        for piece in rows:
+            ledger.mark(piece, Kind.GRADIENTS)
+            self._last.wait()
+            place = total[first : first + len(piece)]
+            first += len(piece)
+            if parameter in self._filled:
+                self._add(place.view(-1), piece.view(-1))
+            else:
+                self._last = self._transfer.copy(place, piece)
+        self._filled.add(parameter)
 
     def _add(self, total: torch.Tensor, gradient: torch.Tensor) -> None:
         landing = self._landing.tensor.view(gradient.dtype)

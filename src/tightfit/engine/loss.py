@@ -10,7 +10,7 @@ labels, it is what it was.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,34 +22,46 @@ from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.sliced_loss import IGNORED, SlicedLoss
 from tightfit.errors import UnsupportedError
 from tightfit.facts.logits import logit_transform
 from tightfit.policies import LossKind, LossPolicy
 
-IGNORED = -100
+_LossOfHidden = Callable[[torch.Tensor, torch.Tensor, "int | torch.Tensor | None"], torch.Tensor]
 
 
-def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> None:
-    """Make `model(..., labels=...)` compute its loss as the policy says.
+def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> SlicedLoss | None:
+    """Make `model(..., labels=...)` compute its loss as the policy says; the loss if it is sliced.
 
     Raises:
-        UnsupportedError: the model has no output layer that a chunked loss can take over.
+        UnsupportedError: the model has no output layer that another loss can take over.
     """
     head = model.get_output_embeddings()
     if policy.kind is LossKind.FULL:
         if head is not None:
             head.register_forward_hook(_mark_logits)
-        return
+        return None
     transform = logit_transform(model.config.to_dict())
     if transform is not None or type(head) is not nn.Linear:
         reason = f"its config has {transform}" if transform else f"its output layer is {type(head)}"
         raise UnsupportedError(
-            f"chunked loss does not work for this model: {reason}; set loss: full"
+            f"{policy.kind} loss does not work for this model: {reason}; set loss: full"
         )
-    _take_over_forward(model, head, policy.chunk_tokens)
+    if policy.kind is LossKind.SLICED:
+        sliced = SlicedLoss(head, policy.slice_rows)
+        _take_over_forward(model, head, sliced)
+        return sliced
+
+    def chunked(
+        hidden: torch.Tensor, labels: torch.Tensor, trained_tokens: int | torch.Tensor | None
+    ) -> torch.Tensor:
+        return chunked_causal_loss(hidden, labels, head, policy.chunk_tokens, trained_tokens)
+
+    _take_over_forward(model, head, chunked)
+    return None
 
 
-def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: int) -> None:
+def _take_over_forward(model: PreTrainedModel, head: nn.Linear, loss: _LossOfHidden) -> None:
     plain_forward = model.forward
     passed: list[torch.Tensor] = []
 
@@ -68,9 +80,7 @@ def _take_over_forward(model: PreTrainedModel, head: nn.Linear, chunk_tokens: in
         logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:  # models give the vocabulary's size by position or by name
         _check_untouched(logits, passed)
-        return chunked_causal_loss(
-            logits, labels, head, chunk_tokens, kwargs.get("num_items_in_batch")
-        )
+        return loss(logits, labels, kwargs.get("num_items_in_batch"))
 
     model.forward = forward
     model.loss_function = loss_function
@@ -100,8 +110,8 @@ def _check_untouched(logits: torch.Tensor, passed: list[torch.Tensor]) -> None:
     """
     if len(passed) != 1 or logits is not passed[0]:
         raise UnsupportedError(
-            "chunked loss does not work for this model: it changes the logits between its output "
-            "layer and the loss; set loss: full"
+            "chunked and sliced losses do not work for this model: it changes the logits between "
+            "its output layer and the loss; set loss: full"
         )
 
 

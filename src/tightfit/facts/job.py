@@ -178,8 +178,10 @@ class Job(BaseModel):
     attention: Literal["auto", "flash", "sdpa", "eager"] = Field(
         "auto", description="Kernel of attention; `auto` is torch's sdpa."
     )
-    loss: Literal["auto", "chunked", "full"] = Field(
-        "auto", description="Cross-entropy in chunks of tokens, or from all logits at once."
+    loss: Literal["auto", "sliced", "chunked", "full"] = Field(
+        "auto",
+        description="Cross-entropy from all logits at once, in chunks of tokens, or in slices of "
+        "the vocabulary, whose gradient then leaves the device slice by slice.",
     )
     offload_optimizer: Placement = Field(
         "auto",

@@ -112,14 +112,14 @@ def options_of(
         ConfigError: the job asks for a chunked loss that the model does not support, or for a
             split master in another precision than bf16.
     """
-    if job.loss == "chunked" and not chunked_loss:
+    if job.loss in ("chunked", "sliced") and not chunked_loss:
         raise ConfigError(
-            "loss: chunked does not work for this model, which changes its logits "
+            f"loss: {job.loss} does not work for this model, which changes its logits "
             "before the loss; set loss: full"
         )
     precision = precision if job.precision == "auto" else job.precision
     _check_master(job, precision)
-    full, chunked = LossPolicy(LossKind.FULL), LossPolicy(LossKind.CHUNKED)
+    losses = {str(kind): LossPolicy(kind) for kind in LossKind}
     adapter = _adapter(job)
     return Options(
         fixed=Policies(
@@ -133,7 +133,7 @@ def options_of(
             sharding=_sharding(job),
         ),
         batches=_batches(job),
-        losses=_open(job.loss, {"full": full, "chunked": chunked}) if chunked_loss else (full,),
+        losses=_open(job.loss, losses) if chunked_loss else (losses["full"],),
         checkpointing=_checkpointing(job),
         placement=placement_choices(
             job,
@@ -187,8 +187,8 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
     if batch.accumulation_steps > 1:
         whole = BatchPolicy(batch.sequences_per_rank, 1)
         yield "accumulation", replace(policies, batch=whole)
-    if policies.loss.kind is LossKind.CHUNKED:
-        yield "chunked loss", replace(policies, loss=LossPolicy(LossKind.FULL))
+    if policies.loss.kind is not LossKind.FULL:
+        yield f"{policies.loss.kind} loss", replace(policies, loss=LossPolicy(LossKind.FULL))
     if policies.checkpointing.enabled:
         yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
     yield from without_placement(policies)

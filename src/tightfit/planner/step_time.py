@@ -15,7 +15,7 @@ from tightfit.facts.workload import Workload
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.traffic import Traffic
-from tightfit.policies import Policies
+from tightfit.policies import LossKind, Policies
 
 _OPERATIONS_PER_LAYER = 120  # forward and backward of a decoder layer, counted by the ledger
 # Bytes that element-wise operations move for each byte they leave as an activation: written once
@@ -109,8 +109,14 @@ def _computing(cost: ModelCost, policies: Policies, workload: Workload, rates: R
     return _Computing(
         forward / rates.matmul_flops_per_second + element_wise * _MOVES_IN_FORWARD,
         backward / rates.matmul_flops_per_second + element_wise * _MOVES_IN_BACKWARD,
-        recompute,
+        recompute + _logits_again(cost, policies, tokens) / rates.matmul_flops_per_second,
     )
+
+
+def _logits_again(cost: ModelCost, policies: Policies, tokens: float) -> float:
+    """Operations of the output layer's product that a loss in slices makes once more."""
+    sliced = policies.loss.kind is LossKind.SLICED
+    return tokens * 2 * cost.head_parameters if sliced else 0.0
 
 
 def _copies(

@@ -75,8 +75,8 @@ def describe_policies(policies: Policies) -> str:
     parts = [f"micro-batch {batch.micro_batch_size} x {batch.accumulation_steps}"]
     parts += _describe_sharding(policies)
     parts += _describe_numerics(policies)
-    if policies.loss.kind is LossKind.CHUNKED:
-        parts.append("chunked loss")
+    if policies.loss.kind is not LossKind.FULL:
+        parts.append(f"{policies.loss.kind} loss")
     if policies.checkpointing.enabled:
         parts.append(
             "selective checkpointing" if policies.checkpointing.every > 1 else "checkpointing"
@@ -135,7 +135,7 @@ def count_techniques(policies: Policies) -> int:
     return (
         (policies.adapter is not None)
         + (policies.quantisation is not None)
-        + (policies.loss.kind is LossKind.CHUNKED)
+        + (policies.loss.kind is not LossKind.FULL)
         + policies.checkpointing.enabled
         + (placement.optimizer_states is not Tier.DEVICE)
         + (placement.parameters is not Tier.DEVICE)
