@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def test_errors_are_relative_to_what_was_measured() -> None:
         (Phase.STEP, None): 0,
         (Phase.STEP, Kind.PARAMETERS): 0,
     }
+
+
+def test_what_wears_the_disk_off_is_told_by_step_and_by_day() -> None:
+    made = report([9.0, 2.0, 2.0])
+    assert made.nvme_written_bytes() == made.nvme_written_bytes_per_day() == 0
+    records = [replace(record, nvme_written_bytes=10) for record in made.records]
+    made = replace(made, records=records)
+    assert made.nvme_written_bytes() == 10
+    assert made.nvme_written_bytes_per_day() == 10 * 24 * 60 * 60 / 2
+    assert made.to_json()["nvme_written_bytes"] == {"step": 10, "day": 432000}
 
 
 def test_phases_that_one_side_does_not_know_are_there() -> None:

@@ -88,6 +88,11 @@ def _show_result(
                 f"{format_seconds(measured)} (median)"
             )
         )
+    written = report.nvme_written_bytes()
+    if written:
+        a_day = format_bytes(round(report.nvme_written_bytes_per_day()))
+        said = f"nvme: {format_bytes(written)} written per step, {a_day} a day at this pace"
+        console.print(Text(said))
     if len(result.evaluations) > 1:
         first, last = result.evaluations[0], result.evaluations[-1]
         console.print(Text(f"held-out loss: {first.loss:.4f} before, {last.loss:.4f} after"))

@@ -50,6 +50,11 @@ class Engine:
         """Where the model computes."""
         return self.optimizer.device
 
+    @property
+    def written_bytes(self) -> int:
+        """What the last update that was finished has written to the nvme tier's disk."""
+        return self.optimizer.written_bytes
+
     def loss(
         self, input_ids: torch.Tensor, labels: torch.Tensor, trained_tokens: int
     ) -> torch.Tensor:

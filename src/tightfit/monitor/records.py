@@ -19,6 +19,8 @@ class StepRecord:
         device_bytes: living on the device tier at the end; None where nobody counts.
         device_peak_bytes: highest so far.
         skipped: the norm was not finite and nothing was updated.
+        nvme_written_bytes: to the disk that model states are placed on, for the last update that
+            was finished by then; it wears the disk off.
     """
 
     step: int
@@ -31,6 +33,7 @@ class StepRecord:
     device_bytes: int | None
     device_peak_bytes: int | None
     skipped: bool = False
+    nvme_written_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -16,6 +16,8 @@ from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.planner.plan import Plan
 from tightfit.policies import Tier
 
+_SECONDS_PER_DAY = 24 * 60 * 60
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -41,6 +43,15 @@ class RunReport:
         steps = list(self.records[1:] or self.records)
         return median(record.seconds for record in steps) if steps else None
 
+    def nvme_written_bytes(self) -> int:
+        """Written to the nvme tier's disk by one step; 0 where nothing is placed there."""
+        return max((record.nvme_written_bytes for record in self.records), default=0)
+
+    def nvme_written_bytes_per_day(self) -> float:
+        """The same at this run's pace for a day: what the wear of a disk is rated by."""
+        seconds = self.step_seconds()
+        return _SECONDS_PER_DAY * self.nvme_written_bytes() / seconds if seconds else 0.0
+
     def to_json(self) -> dict[str, object]:
         """The content of report.json, described in docs/json.md."""
         return {
@@ -52,6 +63,10 @@ class RunReport:
             "step_seconds": {
                 "predicted": self.plan.step_time.total,
                 "measured": self.step_seconds(),
+            },
+            "nvme_written_bytes": {
+                "step": self.nvme_written_bytes(),
+                "day": round(self.nvme_written_bytes_per_day()),
             },
             "steps": [record.to_json() for record in self.records],
             "evaluations": [record.to_json() for record in self.evaluations],

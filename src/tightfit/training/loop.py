@@ -199,6 +199,7 @@ class TrainingLoop:
             device_bytes=self._watch.device_bytes(),
             device_peak_bytes=self._watch.device_peak_bytes(),
             skipped=not math.isfinite(norm),
+            nvme_written_bytes=self.engine.written_bytes,
         )
         self.records.append(record)
         for observer in self._observers:
