@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -96,6 +96,14 @@ def test_gradients_add_up_where_the_update_runs_or_before(gradients: Tier, state
         ({"optimizer": SPLIT, "precision": BF16, "adapter": LORA}, "trained in bf16 themselves"),
         (
             {"optimizer": SPLIT, "precision": BF16, "placement": PlacementPolicy(HOST, HOST)},
+            "the two must be together",
+        ),
+        (
+            {
+                "optimizer": SPLIT,
+                "precision": BF16,
+                "placement": replace(AWAY, parameter_fraction=0.5),
+            },
             "the two must be together",
         ),
     ],

@@ -288,10 +288,10 @@ def _check_update_place(policies: Policies) -> None:
             raise UnsupportedError(
                 "a split master needs parameters that are trained in bf16 themselves; leave it out"
             )
-        if states_leave and not parameters_leave:
+        if states_leave and not (parameters_leave and placement.parameter_fraction == 1):
             raise UnsupportedError(
                 "a split master is half in the parameter itself, so the two must be together: "
-                "place the parameters off the device too, or leave it out"
+                "place all parameters off the device too, or leave it out"
             )
 
 

@@ -31,7 +31,7 @@ from tightfit.engine.slab import HostSlab, Reserved
 from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.engine.units import Unit
-from tightfit.errors import ConfigError
+from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.ledger import local_part
 from tightfit.policies import OptimizerPolicy, Tier
 
@@ -99,6 +99,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
             _decay_groups(tiers, policy.weight_decay),
             {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon},
         )
+        if self._splits_master:
+            _check_halves_are_together([p for p in tiers if self._publishes(p)], tiers)
         # A master that is copied to the device as it is; of 16 bits the spent gradient travels.
         self._travelling: dict[nn.Parameter, Reserved] = {
             parameter: slab.reserve(local_part(parameter).shape, torch.float32, Kind.MASTER_WEIGHTS)
@@ -428,6 +430,21 @@ def _check_same_parameters(
         raise ConfigError(
             "the saved optimizer belongs to another model, method or optimizer; fit the model as "
             "it was when the optimizer was saved"
+        )
+
+
+def _check_halves_are_together(
+    on_device: Iterable[nn.Parameter], tiers: Mapping[nn.Parameter, Tier]
+) -> None:
+    """A split master is half in the parameter: no states may be elsewhere.
+
+    Raises:
+        UnsupportedError: some are, as of parameters that several layers share and none can fetch.
+    """
+    if any(tiers[parameter] is not Tier.DEVICE for parameter in on_device):
+        raise UnsupportedError(
+            "this model has parameters that stay on the device while their states leave, which a "
+            "split master cannot follow; leave optim_master out"
         )
 
 
