@@ -21,7 +21,7 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest --cov --cov-report=term:skip-covered $(ARGS)
+	$(BIN)/pytest -m "not slow" --cov --cov-report=term:skip-covered $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -132,6 +132,7 @@ def test_empty_batches_are_refused(batch: BatchPolicy) -> None:
         Policies(batch=batch)
 
 
-def test_chunks_of_no_tokens_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="chunk_tokens must be at least 1, not 0"):
-        Policies(loss=LossPolicy(chunk_tokens=0))
+def test_chunks_and_slices_of_nothing_are_refused() -> None:
+    for empty in (LossPolicy(chunk_tokens=0), LossPolicy(slice_rows=0)):
+        with pytest.raises(UnsupportedError, match="chunk_tokens and slice_rows must be at least"):
+            Policies(loss=empty)
