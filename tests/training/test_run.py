@@ -55,8 +55,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     made: list[Engine] = []
     fit = run_module.fit
 
-    def remember(*arguments: Any) -> Engine:
-        made.append(fit(*arguments))
+    def remember(*arguments: Any, **keys: Any) -> Engine:
+        made.append(fit(*arguments, **keys))
         return made[-1]
 
     monkeypatch.setattr(run_module, "fit", remember)

@@ -6,6 +6,10 @@ allocate what those do, as their sources say.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from itertools import chain
+
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -56,28 +60,65 @@ def resume(engine: Engine) -> None:
     are read at once (training/checkpoint.py)."""
     parameters = list(engine.model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    read = max(4 * local_part(p).numel() for p in trained)  # states are fp32
-    if len(trained) < len(parameters):
-        read = max(read, sum(_bytes(local_part(p)) for p in trained))
-    with ledger.phase(Phase.RESUME), ledger.labelled(Kind.BUFFERS, Tier.HOST):
-        states = torch.empty(read, dtype=torch.uint8)
-        del states
+    with ledger.phase(Phase.RESUME):
+        _hold_on_host(max(4 * local_part(p).numel() for p in trained))  # states are fp32
+        if len(trained) < len(parameters):
+            _open_section("adapters")
+            _hold_on_host(sum(_bytes(local_part(p)) for p in trained))
 
 
 def save(engine: Engine, policies: Policies, *, card: bool) -> None:
-    """Files are written from where tensors are; those of a card are copied to the host first: the
-    model all at once (safetensors 0.8, `_flatten_as_ptr`), the states one by one."""
+    """Files are written from where tensors are. Those of a card are copied to the host first: the
+    model all at once (safetensors 0.8, `_flatten_as_ptr`), the states one by one. What is on a
+    disk is read: parameters by the state dict, states one parameter's at a time."""
     ledger.set_phase(Phase.SAVE)
-    if not card:
-        return
-    trained = [p for p in engine.model.parameters() if p.requires_grad]
-    copied = sum(_bytes(local_part(p)) for p in trained)
-    if policies.placement.optimizer_states is Tier.DEVICE:
-        states = (state for p in trained for state in engine.optimizer.states_of(p).values())
-        copied = max(copied, *map(_bytes, states))
+    placement = policies.placement
+    shown = {} if placement.parameters is Tier.DEVICE else engine.model.state_dict()
+    _hold_on_host(_on_device_bytes(engine, shown) if card else 0)
+    del shown
+    _open_section("states")
+    entries = [
+        [math.prod(shape) * dtype.itemsize for dtype, shape in states.values()]
+        for parameter in engine.model.parameters()
+        if parameter.requires_grad
+        for states in [engine.optimizer.state_entries(parameter)]
+    ]
+    if placement.optimizer_states is Tier.NVME:
+        _hold_on_host(max(map(sum, entries)))
+    elif card and (placement.optimizer_states is Tier.DEVICE or placement.optimizer_fraction < 1):
+        _hold_on_host(max(chain.from_iterable(entries), default=0))
+
+
+def _on_device_bytes(engine: Engine, shown: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of the file's parameters that are on the device.
+
+    Args:
+        shown: by name, what a state dict has in place of parameters that live elsewhere.
+    """
+    return sum(
+        _bytes(local_part(parameter))
+        for name, parameter in engine.model.named_parameters()
+        if parameter.requires_grad and _is_same(shown.get(name, parameter), parameter)
+    )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = (local_part(tensor).untyped_storage()._cdata for tensor in (one, other))
+    return bool(first == second)
+
+
+def _open_section(name: str) -> None:
+    """Count what comes apart from the rest of the phase, so that each grows along its own line."""
+    counting = ledger.active()
+    if counting is not None:
+        counting.set_section(counting.section[0], name)
+
+
+def _hold_on_host(count_bytes: int) -> None:
+    """Memory that is there for a moment."""
     with ledger.labelled(Kind.BUFFERS, Tier.HOST):
-        copies = torch.empty(copied, dtype=torch.uint8)
-    del copies
+        held = torch.empty(count_bytes, dtype=torch.uint8)
+    del held
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -105,21 +146,19 @@ def train_step(engine: Engine, policies: Policies, workload: Workload) -> None:
 def evaluate(engine: Engine, workload: Workload) -> None:
     """The loss of one batch of the longest held-out sequences, if any are held out."""
     if workload.evaluation_sequence_length:
+        _open_section("evaluation's batch")
         input_ids, labels = fake_batch(
             workload.evaluation_batch_size, workload.evaluation_sequence_length
         )
         engine.evaluation_loss(input_ids, labels)
 
 
-@torch.no_grad()
 def generate(engine: Engine, workload: Workload) -> None:
     """The prompt, and the last token of the answer, when the cache is longest."""
     if not workload.prompt_length:
         return
-    with ledger.phase(Phase.EVAL):
-        engine.model.eval()
+    with engine.evaluating():
         _answer(engine, workload)
-        engine.model.train()
 
 
 def _answer(engine: Engine, workload: Workload) -> None:

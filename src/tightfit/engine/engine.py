@@ -6,6 +6,9 @@ there is no other path. Knows nothing of data, schedules or plans.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -120,23 +123,30 @@ class Engine:
         self._ranks.discard_gradients()
         self._gradients.clear()
 
-    @torch.no_grad()
-    def evaluation_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
-        """Cross-entropy summed over the trained tokens, without gradients, dropout off."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the model is evaluated: no gradients, dropout off. It leaves nothing behind."""
         training = self.model.training
         self.model.eval()
         try:
-            with ledger.phase(Phase.EVAL):
-                return float(
-                    self.model(
-                        input_ids=input_ids,
-                        labels=labels,
-                        use_cache=False,
-                        num_items_in_batch=torch.tensor(1, device=input_ids.device),
-                    ).loss
-                )
+            with ledger.phase(Phase.EVAL), torch.no_grad():
+                yield
         finally:
             self.model.train(training)
+            if self._stream is not None:
+                self._stream.release()
+
+    def evaluation_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
+        """Cross-entropy summed over the trained tokens, without gradients, dropout off."""
+        with self.evaluating():
+            return float(
+                self.model(
+                    input_ids=input_ids,
+                    labels=labels,
+                    use_cache=False,
+                    num_items_in_batch=torch.tensor(1, device=input_ids.device),
+                ).loss
+            )
 
 
 def _begin_forward(module: nn.Module, inputs: object) -> None:

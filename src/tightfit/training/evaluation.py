@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tightfit import ledger
-from tightfit.bill.table import Kind, Phase
+from tightfit.bill.table import Kind
 from tightfit.engine.engine import Engine
 from tightfit.monitor.records import EvaluationRecord
 from tightfit.training.batches import Batch, collate, micro_batches, trained_tokens
@@ -49,25 +49,19 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str) -> torch.Te
     return ids
 
 
-@torch.no_grad()
 def answer(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, question: str, max_new_tokens: int
 ) -> str:
     """The model's greedy answer."""
     prompt = prompt_tokens(tokenizer, question).to(engine.device)
-    training = engine.model.training
-    engine.model.eval()
-    try:
-        with ledger.phase(Phase.EVAL):
-            tokens = engine.model.generate(  # type: ignore[operator]
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-    finally:
-        engine.model.train(training)
+    with engine.evaluating():
+        tokens = engine.model.generate(  # type: ignore[operator]
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     text = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
     assert isinstance(text, str)
     return text.strip()
