@@ -9,6 +9,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
@@ -79,11 +80,20 @@ def _job(keys: dict[str, Any]) -> Job:
         raise ConfigError(f"{where}{problem['msg'].removeprefix('Value error, ')}") from None
 
 
-def fit(model: PreTrainedModel, plan: Plan) -> Engine:
+def fit(
+    model: PreTrainedModel,
+    plan: Plan,
+    *,
+    device: torch.device | str | None = None,
+    offload_folder: Path | str | None = None,
+) -> Engine:
     """Make `model` train as `plan` says; use `engine.model` afterwards.
 
     Args:
-        model: on its device, in the plan's precision; it is changed in place.
+        model: in the plan's precision; it is changed in place.
+        device: where it computes; where it is, when None. A model whose parameters the plan places
+            on host or NVMe need not fit there: leave it on the CPU.
+        offload_folder: on a fast disk, for a plan that places something on NVMe.
 
     Raises:
         ConfigError: the model's parameters have another type than the plan is for.
@@ -95,7 +105,12 @@ def fit(model: PreTrainedModel, plan: Plan) -> Engine:
             f"the plan is for {plan.policies.precision.parameters} parameters, the model has "
             f"{precision}; load it with dtype={DTYPES[plan.policies.precision.parameters]}"
         )
-    return apply_policies(model, plan.policies)
+    return apply_policies(
+        model,
+        plan.policies,
+        device=None if device is None else torch.device(device),
+        offload_folder=None if offload_folder is None else Path(offload_folder),
+    )
 
 
 def _precision_of(model: PreTrainedModel) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.engine.postponed import PostponedTransfer
+
 from tightfit.bill.table import Kind
 from tightfit.engine import apply, gradients
 from tightfit.engine.apply import fit

@@ -14,23 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.postponed import PostponedTransfer
 from torch import nn
 
-from tests.engine.postponed import PostponedTransfer
-from tightfit.engine import apply
+from tightfit.engine import activations, apply
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
-    CheckpointingPolicy,
-    LossKind,
-    LossPolicy,
     OptimizerName,
     OptimizerPolicy,
     PlacementPolicy,
     Policies,
-    PrecisionPolicy,
     Tier,
 )
 
@@ -47,6 +43,11 @@ PLACEMENTS = {
     "some parameters": replace(AWAY, parameter_fraction=0.4, prefetch=2, lazy_step=True),
     "nvme": PlacementPolicy(HOST, NVME, lazy_step=True),
     "all on nvme": PlacementPolicy(NVME, NVME, HOST, HOST, lazy_step=True),
+    "parameters on nvme": PlacementPolicy(NVME, NVME, NVME, lazy_step=True),
+    "parameters on nvme, at once": PlacementPolicy(HOST, NVME, NVME, HOST, prefetch=2),
+    "some parameters on nvme": PlacementPolicy(
+        HOST, NVME, NVME, parameter_fraction=0.4, prefetch=0, lazy_step=True
+    ),
 }
 OPTIMIZERS = {
     name: OptimizerPolicy(name, learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
@@ -60,6 +61,7 @@ LONG = {"hidden_size": 64, "num_hidden_layers": 3}  # matrices of 4096 values: 8
 @pytest.fixture(autouse=True)
 def postponed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "Transfer", PostponedTransfer)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)  # else nothing of a tiny model leaves
 
 
 @pytest.fixture
@@ -124,3 +126,34 @@ def test_a_placement_changes_nothing(
     )
     placed = replace(resident, placement=PLACEMENTS[placement])
     assert_same(run(placed, steps=4, **LONG), run(resident, steps=4, **LONG))
+
+
+@pytest.fixture(scope="module")
+def resident_runs() -> dict[Policies, list[Any]]:
+    """What was run before."""
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_combination_changes_anything(
+    run: Make,
+    resident_runs: dict[Policies, list[Any]],
+    placement: str,
+    optimizer: OptimizerName,
+    accumulation: int,
+    adapter: str,
+) -> None:
+    """All of them, for `benchmarks/placement_equal.py`."""
+    resident = Policies(
+        optimizer=OPTIMIZERS[optimizer],
+        adapter=ADAPTERS[adapter],
+        batch=BatchPolicy(2, accumulation),
+    )
+    if resident not in resident_runs:
+        resident_runs[resident] = run(resident, **LONG)
+    placed = replace(resident, placement=PLACEMENTS[placement])
+    assert_same(run(placed, **LONG), resident_runs[resident])

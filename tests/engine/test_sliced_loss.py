@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.postponed import PostponedTransfer
 from torch import nn
 
-from tests.engine.postponed import PostponedTransfer
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine import apply
 from tightfit.engine.apply import fit

@@ -60,6 +60,10 @@ class Card:
         def wait_stream(self, other: Card.Stream) -> None:
             self.card.log.append(f"{self.number} after {other.number}")
 
+        def synchronize(self) -> None:
+            self.card.finished.update(range(1, self.card.events + 1))
+            self.card.log.append(f"wait for all of {self.number}")
+
         def wait_event(self, event: Card.Event) -> None:
             self.card.log.append(f"{self.number} after event {event.number}")
 
@@ -156,7 +160,7 @@ def test_memory_is_held_when_nobody_keeps_the_arrival(card: Card) -> None:
     _, freed = begin(road)
     assert not freed
     road.wait()
-    assert card.log[-1] == "wait 1"
+    assert card.log[-1] == f"wait for all of {SIDE}"
     assert freed
 
 
@@ -177,7 +181,7 @@ def test_a_card_has_a_stream_for_each_direction(card: Card) -> None:
     transfer.copy(torch.empty(2, device="meta"), torch.zeros(2))
     assert card.log[2:] == [f"{SIDE + 1} after {MAIN}", f"event 2 on {SIDE + 1}"]
     transfer.wait()
-    assert card.log[4:] == ["wait 1", "wait 2"]
+    assert card.log[4:] == [f"wait for all of {SIDE}", f"wait for all of {SIDE + 1}"]
 
 
 def test_between_host_tensors_no_stream_is_needed(card: Card) -> None:

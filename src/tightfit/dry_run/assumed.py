@@ -6,7 +6,6 @@ two are exchanged by their closed forms. Every bill that needs this says so, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +17,10 @@ from tightfit.bill.shards import ModelTensors, Tensor
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run.config import build_model
 from tightfit.engine.adapter import apply_adapter, import_library
+from tightfit.engine.disk_parameters import FETCH_BUFFERS
+from tightfit.engine.pipeline import PIECE_VALUES
 from tightfit.engine.quantisation import linear_layers
-from tightfit.engine.supported import engine_lacks
+from tightfit.engine.supported import engine_lacks, keeps_only_parameters_on_disk
 from tightfit.ledger import Section
 from tightfit.policies import (
     OptimizerName,
@@ -28,15 +29,9 @@ from tightfit.policies import (
     ShardingPolicy,
     Tier,
 )
-from tightfit.units import MIB
 
 # There from init to the end of a run; what comes and goes is counted by the dry run.
 _STATES = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES)
-_COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.EVAL)
-# Enough for readers, writers and the update to be busy at once, each at a disk's full rate.
-DISK_BUFFERS = 6
-DISK_BUFFER_BYTES = 32 * MIB
-Tiers = Mapping[Tier, Kinds]
 Sections = dict[Section, dict[Tier, dict[Kind, int]]]
 
 
@@ -62,7 +57,7 @@ def nearest(wanted: Policies) -> Nearest:
     optimizer = wanted.optimizer
     if optimizer.name is OptimizerName.ADAFACTOR:
         optimizer = replace(optimizer, name=OptimizerName.ADAMW)
-    if placement.parameters is Tier.NVME:
+    if keeps_only_parameters_on_disk(wanted):
         placement = replace(placement, parameters=Tier.HOST)
     stage = sharding.zero_stage
     if sharding.pipeline_parallel > 1:
@@ -92,7 +87,7 @@ def exchange_states(
     *,
     card: bool,
 ) -> MemoryTable:
-    """The table of `run` with the model states of `wanted`.
+    """The table of `run` with the model states of `wanted`: what the closed forms differ by.
 
     Args:
         stage: what the dry run has built.
@@ -102,12 +97,15 @@ def exchange_states(
     sharding = wanted.sharding
     ranks = sharding.data_parallel * sharding.pipeline_parallel
     local = replace(wanted, sharding=replace(sharding, ranks=ranks, tensor_parallel=1))
-    before, after = tensor_state_bytes(stage, run), tensor_state_bytes(whole, local)
-    states = _states(after, local, card=card)
-    if _states(before, run, card=card) == states:
-        return table
-    exchanged = {phase: _exchanged(tiers, states, phase) for phase, tiers in table.peaks.items()}
-    return _with_buffers(MemoryTable(exchanged), local, whole, after, card=card)
+    before = _states(tensor_state_bytes(stage, run), run, card=card)
+    after = _states(tensor_state_bytes(whole, local), local, card=card)
+    peaks = {
+        phase: {
+            tier: _exchanged(tiers.get(tier, {}), before[tier], after[tier], phase) for tier in Tier
+        }
+        for phase, tiers in table.peaks.items()
+    }
+    return _with_disk_buffers(MemoryTable(peaks), wanted)
 
 
 def _states(tiers: StateBytes, policies: Policies, *, card: bool) -> dict[Tier, dict[Kind, int]]:
@@ -127,42 +125,22 @@ def _states(tiers: StateBytes, policies: Policies, *, card: bool) -> dict[Tier, 
     return states
 
 
-def _exchanged(tiers: Tiers, states: Tiers, phase: Phase) -> dict[Tier, Kinds]:
-    """Only parameters are there while they load."""
-    present = (Kind.PARAMETERS,) if phase is Phase.LOAD else _STATES
-    return {
-        tier: {
-            **{kind: count for kind, count in tiers.get(tier, {}).items() if kind not in _STATES},
-            **{kind: count for kind, count in states[tier].items() if kind in present},
-        }
-        for tier in Tier
-    }
+def _exchanged(counted: Kinds, before: Kinds, after: Kinds, phase: Phase) -> Kinds:
+    """What was counted on a tier and more of what is more now; only parameters are there while
+    they load."""
+    kinds = dict(counted)
+    for kind in (Kind.PARAMETERS,) if phase is Phase.LOAD else _STATES:
+        more = after.get(kind, 0) - before.get(kind, 0)
+        kinds[kind] = max(0, counted.get(kind, 0) + more)
+    return {kind: count for kind, count in kinds.items() if count}
 
 
-def _with_buffers(
-    table: MemoryTable, wanted: Policies, whole: ModelTensors, after: StateBytes, *, card: bool
-) -> MemoryTable:
-    """What exchanged states pass through: layers on the device, disk buffers, files."""
-    placement, sharding = wanted.placement, wanted.sharding
-    streams = placement.parameters is not Tier.DEVICE and sharding.data_parallel == 1
-    on_disk = Tier.NVME in (placement.optimizer_states, placement.parameters)
-    peaks = {phase: {tier: dict(k) for tier, k in t.items()} for phase, t in table.peaks.items()}
-    for phase, tiers in peaks.items():
-        if streams and phase in _COMPUTING:  # else the dry run has gathered them
-            tiers[Tier.DEVICE][Kind.COLLECTIVES] = after[Tier.DEVICE].get(Kind.COLLECTIVES, 0)
-        if on_disk and phase is not Phase.LOAD:
-            tiers[Tier.PINNED][Kind.TRANSFER] = DISK_BUFFERS * DISK_BUFFER_BYTES
-        if card and phase is Phase.SAVE:
-            tiers[Tier.HOST][Kind.BUFFERS] = _file_bytes(wanted, whole)
-    return MemoryTable(peaks)
-
-
-def _file_bytes(wanted: Policies, whole: ModelTensors) -> int:
-    """The model's file, whose tensors come from the card: see `program.save`."""
-    sharding = wanted.sharding
-    shards = sharding.data_parallel if sharding.zero_stage else 1
-    trained = sum(t.count * t.sharded(shards).elements for t in whole if t.trainable)
-    return trained // sharding.pipeline_parallel * state_widths(wanted).trainable
+def _with_disk_buffers(table: MemoryTable, wanted: Policies) -> MemoryTable:
+    """What parameters pass through that the run did not have on the disk."""
+    if not keeps_only_parameters_on_disk(wanted):
+        return table
+    size_bytes = FETCH_BUFFERS * PIECE_VALUES * wanted.precision.parameter_bytes
+    return table.plus(Tier.PINNED, Kind.TRANSFER, size_bytes)
 
 
 def in_flight(sections: Sections, policies: Policies) -> Sections:

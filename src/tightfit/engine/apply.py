@@ -47,6 +47,7 @@ from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.supported import check_engine_can
 from tightfit.engine.transfer import Transfer
 from tightfit.engine.units import Unit, units_of
+from tightfit.engine.unloaded import Fill, Unloaded
 from tightfit.errors import ConfigError
 from tightfit.policies import PlacementPolicy, Policies, Tier
 
@@ -59,6 +60,7 @@ def fit(
     *,
     device: torch.device | None = None,
     offload_folder: Path | None = None,
+    values: Fill | None = None,
 ) -> Engine:
     """Make `model` train as `policies` say.
 
@@ -69,6 +71,8 @@ def fit(
         device: where it computes; where it is, when None. A model whose parameters are not to live
             on the device is best loaded on the host.
         offload_folder: on a fast disk, for what is placed on nvme.
+        values: for a model built on the meta device, which may be larger than memory: called with
+            each parameter's name and a tensor on the host to fill, one at a time.
 
     Raises:
         UnsupportedError: the model cannot do what a policy asks.
@@ -82,6 +86,8 @@ def fit(
         )
     check_engine_can(policies)
     ledger.set_phase(Phase.INIT)
+    device = device or _device_of(model)
+    unloaded = Unloaded(model, policies, device, values)
     if not is_quantised(model):
         apply_quantisation(model, policies.quantisation)
     adapted = apply_adapter(model, policies.adapter)
@@ -95,8 +101,13 @@ def fit(
     ranks = apply_sharding(adapted, model, policies)
     setattr(model, _FITTED, True)
     adapted.train()
-    device = device or next(adapted.parameters()).device
-    return _place(adapted, model, policies, ranks, device, offload_folder, sliced)
+    return _place(adapted, model, policies, ranks, device, offload_folder, sliced, unloaded)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where a model is; the host if it is nowhere yet."""
+    device = next(model.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _place(
@@ -107,6 +118,7 @@ def _place(
     device: torch.device,
     offload_folder: Path | None,
     sliced: SlicedLoss | None,
+    unloaded: Unloaded,
 ) -> Engine:
     """Put everything where it belongs.
 
@@ -132,16 +144,15 @@ def _place(
         _due_updates(placement, device),
         gradients_on_disk=placement.gradients is Tier.NVME,
     )
-    if optimizer._disk is not None and stream is not None and stream.on_disk is not None:
-        optimizer._disk.update_on_disk(stream.on_disk)
     gradients = _gradient_store(trained, placement, transfer, slab, disk)
     if disk is not None:
         disk.buffers.reserve(slab)
     slab.allocate()
     if stream is not None:
-        stream.adopt()
+        stream.adopt(unloaded.values)
         stream.is_final = optimizer.is_final
         _move_the_rest(adapted, stream, device)
+    unloaded.load_the_rest(lambda p: stream is not None and stream.has(p))
     optimizer.create_states()
     _before_use(units, optimizer, stream)
     if placement.activations is not Tier.DEVICE:
@@ -199,6 +210,7 @@ def _move_the_rest(root: nn.Module, stream: ParameterStream, device: torch.devic
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
                 setattr(module, name, buffer.to(device))
+            ledger.mark(getattr(module, name), Kind.BUFFERS, Tier.DEVICE)
 
 
 def _due_updates(placement: PlacementPolicy, device: torch.device) -> DueUpdates:

@@ -86,10 +86,12 @@ class Records:
         self._slots = disk.create({"states-a": kinds, "states-b": kinds})
         self._current = dict.fromkeys(entries, 0)  # the slot that has a parameter's states
         self._writes = Writes()
+        self._is_imaginary = disk.is_imaginary
 
     def of(self, parameter: nn.Parameter) -> Sequence[Record]:
-        """A parameter's records in the order of its values."""
-        return self._of[parameter]
+        """A parameter's records in the order of its values; in a dry run the first, as they are
+        alike."""
+        return self._of[parameter][: 1 if self._is_imaginary else None]
 
     def all(self) -> Iterator[tuple[nn.Parameter, Record]]:
         """All records in their order on the disk."""

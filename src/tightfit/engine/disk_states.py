@@ -7,7 +7,8 @@ renamed, as the files are nameless scratch of this process. A kill leaves nothin
 begins from a checkpoint, which has everything, and never trusts what a killed one left.
 
 Parameters on the host are updated in place there. After a step that failed they, and with them a
-split master, of which they are the upper half, are partly those of the failed step.
+split master, of which they are the upper half, are partly those of the failed step. Parameters on
+the disk pass through with their states and, like these, stay as they were.
 
 Step counters stay on the host. Knows nothing of models, or of when an update is due.
 """
@@ -24,6 +25,7 @@ from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.arithmetic import Numbers
 from tightfit.engine.disk_gradients import DiskGradient
+from tightfit.engine.disk_parameters import DiskParameters
 from tightfit.engine.disk_records import MASTER, Entries, Record, Records, States
 from tightfit.engine.pipeline import DiskTier, Part, ReadAhead, whole_blocks
 from tightfit.engine.rules import REMAINDER, Piece, Rule, Scratch
@@ -41,7 +43,8 @@ class DueUpdate:
 
     Attributes:
         gradient: this rank's part, on the host or on the disk; consumed.
-        values: where the parameter's values are, this rank's part.
+        values: where the parameter's values are, this rank's part; not looked at where that is the
+            disk.
         publishes: whether that is on the device, which gets copies; else they are on the host and
             changed there.
     """
@@ -87,10 +90,10 @@ class DiskStates:
         self._disk = disk
         self._entries = {p: _entries(p, rule, master=needs_master(p)) for p in parameters}
         self._records = Records(self._entries, disk)
-        if reads_gradients:
-            for parameter, record in self._records.all():
-                gradient_bytes = whole_blocks(record.values * parameter.element_size())
-                disk.buffers.need(record.size_bytes + gradient_bytes)
+        self._reads_gradients = reads_gradients
+        self._parameters: DiskParameters | None = None
+        for parameter, record in self._records.all():
+            disk.buffers.need(self._end_bytes(parameter, record))
         narrow = [p.dtype for p in self._entries if p.dtype is not torch.float32]
         self._gradient_type = narrow[0] if narrow else torch.float32
         largest = max((record.values for _, record in self._records.all()), default=0)
@@ -105,12 +108,30 @@ class DiskStates:
         self._written_before = 0
         self.step_written_bytes = 0
 
+    def update_on_disk(self, parameters: DiskParameters) -> None:
+        """Have those of `parameters` updated there; before buffers are reserved."""
+        self._parameters = parameters
+        for parameter, record in self._records.all():
+            if parameters.has(parameter):
+                values_bytes = whole_blocks(record.values * parameter.element_size())
+                self._disk.buffers.need(self._end_bytes(parameter, record) + values_bytes)
+
+    def _end_bytes(self, parameter: nn.Parameter, record: Record) -> int:
+        """Where in a buffer a record, and the gradient behind it, end."""
+        gradient_bytes = whole_blocks(record.values * parameter.element_size())
+        return record.size_bytes + (gradient_bytes if self._reads_gradients else 0)
+
+    def _on_disk(self, parameter: nn.Parameter) -> DiskParameters | None:
+        """What has the parameter's values, if that is the disk."""
+        parameters = self._parameters
+        return parameters if parameters is not None and parameters.has(parameter) else None
+
     @torch.no_grad()
     def create(self, values: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Make all states, a piece at a time; the slab has its memory.
 
         Args:
-            values: a parameter's, wherever they are; masters begin with them.
+            values: a parameter's, wherever they are but on the disk; masters begin with them.
         """
         with ledger.labelled(Kind.BUFFERS, Tier.HOST):
             self._scratch = self._rule.scratch(self._memory.tensor, self._gradient_type)
@@ -120,12 +141,20 @@ class DiskStates:
 
         def fill(parameter: nn.Parameter, record: Record, states: States) -> None:
             master = states.pop(MASTER, None)
-            if master is not None:
+            if master is not None and self._on_disk(parameter) is None:
                 master.copy_(values(parameter).view(-1)[record.begin : record.end])
+            elif master is not None:
+                self._fill_master(parameter, record, master)
             self._rule.initialise(states)
 
         self._records.rewrite(list(self._entries), fill, reads=False)
         self._written_before = self._disk.written_bytes
+
+    def _fill_master(self, parameter: nn.Parameter, record: Record, master: torch.Tensor) -> None:
+        on_disk = self._on_disk(parameter)
+        assert on_disk is not None
+        with on_disk.piece(parameter, record.begin, record.end) as values:
+            master.copy_(values)
 
     # A step
 
@@ -157,15 +186,17 @@ class DiskStates:
 
         Raises:
             DiskError: something could not be read or written. The step is given up: states are
-                those of the step before, parameters partly are not.
+                those of the step before, and so are parameters on the disk; others partly are not.
         """
+        copies: list[Arrival] = []
         try:
-            return [
-                copy
-                for update in self._due.pop(unit, ())
-                for record in self._records.of(update.parameter)
-                for copy in self._update(update, record)
-            ]
+            for update in self._due.pop(unit, ()):
+                for record in self._records.of(update.parameter):
+                    copies += self._update(update, record)
+                on_disk = self._on_disk(update.parameter)
+                if on_disk is not None:
+                    on_disk.let_read(update.parameter)
+            return copies
         except BaseException:
             self.give_up()
             raise
@@ -182,11 +213,15 @@ class DiskStates:
             return
         assert not self._due, "updates of this step were not asked for"
         try:
+            if self._parameters is not None:
+                self._parameters.finish()
             self._records.turn(self._stepping)
         except BaseException:
             self.give_up()
             raise
-        self._reading = None
+        if self._parameters is not None:
+            self._parameters.turn(self._stepping)
+        self._reading = self._clip = None
         written = self._disk.written_bytes
         self.step_written_bytes, self._written_before = written - self._written_before, written
 
@@ -197,8 +232,10 @@ class DiskStates:
         """
         if self._reading is not None:
             self._reading.close()
-            self._reading = None
+            self._reading = self._clip = None
             self._records.give_up()
+            if self._parameters is not None:
+                self._parameters.give_up()
             self._due.clear()
             self._count(-1)
 
@@ -207,17 +244,24 @@ class DiskStates:
             torch._foreach_add_([self._steps[parameter] for parameter in self._stepping], change)
 
     def _parts(self, update: DueUpdate, record: Record) -> list[Part]:
-        """What an update reads: the record, and behind it the gradient."""
+        """What an update reads: the record, behind it the gradient, behind that the parameter.
+
+        Not a parameter that has a master, from which it is made.
+        """
         parts = self._records.parts(update.parameter, record)
         if isinstance(update.gradient, DiskGradient):
             parts.append(update.gradient.part(record.begin, record.end, record.size_bytes))
+        on_disk = self._on_disk(update.parameter)
+        if on_disk is not None and MASTER not in record.fields:
+            at_bytes = self._end_bytes(update.parameter, record)
+            parts.append(on_disk.part(update.parameter, record.begin, record.end, at_bytes))
         return parts
 
     def _update(self, due: DueUpdate, record: Record) -> list[Arrival]:
         assert self._reading is not None
         assert self._scratch is not None
         with self._reading.piece() as use:
-            values = due.values.view(-1)[record.begin : record.end]
+            values = self._values(due, record, use.buffer)
             piece = self._piece(due, record, values, use.buffer)
             self._rule.update([piece], due.numbers, self._clip, self._scratch)
             if due.publishes:
@@ -227,7 +271,19 @@ class DiskStates:
                 use.busy.append(self._transfer.copy(values, source, ordered=False))
             copies = list(use.busy)
             self._records.write(due.parameter, record, use)
+            on_disk = self._on_disk(due.parameter)
+            if on_disk is not None:
+                at_bytes = self._end_bytes(due.parameter, record)
+                on_disk.write(due.parameter, record.begin, record.end, use, at_bytes)
         return copies
+
+    def _values(self, due: DueUpdate, record: Record, buffer: torch.Tensor) -> torch.Tensor:
+        """The parameter's values, flat, where the update writes them."""
+        if self._on_disk(due.parameter) is None:
+            return due.values.view(-1)[record.begin : record.end]
+        begin = self._end_bytes(due.parameter, record)
+        size_bytes = record.values * due.parameter.element_size()
+        return buffer[begin : begin + size_bytes].view(due.parameter.dtype)
 
     def _piece(
         self, due: DueUpdate, record: Record, values: torch.Tensor, buffer: torch.Tensor
@@ -292,7 +348,10 @@ class DiskStates:
         def change(_: nn.Parameter, record: Record, kept: States) -> None:
             for name in kept.keys() & states.keys():
                 field = record.fields[name]
-                kept[name].copy_(states[name].reshape(-1)[field.first : field.last])
+                if name == MASTER and not states[name].untyped_storage().nbytes():
+                    self._fill_master(parameter, record, kept[name])  # the parameter itself
+                else:
+                    kept[name].copy_(states[name].reshape(-1)[field.first : field.last])
 
         some = not self._entries[parameter].keys() <= states.keys()
         self._records.rewrite([parameter], change, reads=some)

@@ -118,6 +118,8 @@ class PlacedOptimizer(torch.optim.Optimizer):
                 disk,
                 reads_gradients=gradients_on_disk,
             )
+            if stream is not None and stream.on_disk is not None:
+                self._disk.update_on_disk(stream.on_disk)
 
     @property
     def device(self) -> torch.device:

@@ -86,6 +86,11 @@ class DiskTier:
         return BookedFile(self._disk, self._files[-1], kinds)
 
     @property
+    def is_imaginary(self) -> bool:
+        """Whether this is a dry run's: booked, and nothing is read or written."""
+        return self._disk is None
+
+    @property
     def written_bytes(self) -> int:
         """Written so far, to all files."""
         return 0 if self._disk is None else self._disk.written_bytes

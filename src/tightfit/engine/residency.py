@@ -1,11 +1,11 @@
-"""Parameters whose values live on the host and are on the device between `fetch` and `free`.
+"""Parameters whose values live elsewhere and are on the device between `fetch` and `free`.
 
 Their tensors stay what they are: keys, shapes, and views that autograd has saved; only the memory
 behind them comes and goes, and the ledger books it as it does. Knows neither units nor when
-anybody computes.
+anybody computes, and of where values live only that they can be sent from there.
 
-On a card nothing here waits. Memory is taken and given back by the stream that is current, the one
-that computes, and torch's allocator hands it on in the order of that stream:
+On a card nothing here waits, but for a disk. Memory is taken and given back by the stream that is
+current, the one that computes, and torch's allocator hands it on in the order of that stream:
 
 - what computed before with the memory that `fetch` takes comes before the copy into it, since
   `Transfer.copy` begins after what the stream was given so far;
@@ -16,8 +16,9 @@ that computes, and torch's allocator hands it on in the order of that stream:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,37 +28,81 @@ from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.slab import HostSlab, Reserved
 from tightfit.engine.transfer import Arrival, Transfer
+from tightfit.errors import TrainingError
 from tightfit.ledger import local_part
 from tightfit.policies import Tier
+
+
+class Home(Protocol):
+    """Where the values of some parameters live; of a DTensor, of the part of this rank."""
+
+    def adopt(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Take these values over, which may be anywhere."""
+        ...
+
+    def send(self, places: Mapping[nn.Parameter, torch.Tensor]) -> list[Arrival]:
+        """Begin to copy values to memory on the device, of the parameters' shapes."""
+        ...
+
+
+class HostHome:
+    """Values that live on the host.
+
+    Args:
+        parameters: whose values they will be.
+        slab: where; nothing else happens before `adopt`.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], transfer: Transfer, slab: HostSlab
+    ) -> None:
+        self._transfer = transfer
+        self._reserved: dict[nn.Parameter, Reserved] = {
+            p: slab.reserve(local_part(p).shape, p.dtype, Kind.PARAMETERS) for p in parameters
+        }
+
+    def values(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The values of one of them; None of others."""
+        reserved = self._reserved.get(parameter)
+        return None if reserved is None else reserved.tensor
+
+    def adopt(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """See `Home.adopt`; the slab has been allocated."""
+        self._transfer.copy(self._reserved[parameter].tensor, values).wait()
+
+    def send(self, places: Mapping[nn.Parameter, torch.Tensor]) -> list[Arrival]:
+        """See `Home.send`."""
+        return [
+            self._transfer.copy(place, self._reserved[parameter].tensor)
+            for parameter, place in places.items()
+        ]
 
 
 class Visitors:
     """Parameters that are fetched and freed together; of a DTensor, the part of this rank.
 
     Args:
-        parameters: nobody else may hold their storages.
-        slab: where their values will live; nothing else happens before `adopt`.
+        homes: where the values of each will live, once they are adopted. Nobody else may hold the
+            parameters' storages.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], transfer: Transfer, slab: HostSlab
-    ) -> None:
+    def __init__(self, homes: Mapping[nn.Parameter, Home], transfer: Transfer) -> None:
         self._transfer = transfer
-        self._homes: dict[nn.Parameter, Reserved] = {}
-        for parameter in parameters:
-            local = local_part(parameter)
-            if local.numel():  # of few rows, some ranks hold none
-                self._homes[parameter] = slab.reserve(local.shape, local.dtype, Kind.PARAMETERS)
+        self._homes = homes
         self._storage_bytes: dict[nn.Parameter, int] = {}  # a shard's has padding
         self._arrivals: list[Arrival] = []
         self._reader: torch.cuda.Stream | None = None
         self._used = False
         self.are_here = False
 
-    def adopt(self) -> None:
-        """Move the values to the host; the slab has been allocated."""
+    def adopt(self, values: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Move the values to where they will live, one parameter after the other.
+
+        Args:
+            values: those of a parameter now, of the part of this rank.
+        """
         for parameter, home in self._homes.items():
-            self._transfer.copy(home.tensor, local_part(parameter).data).wait()
+            home.adopt(parameter, values(parameter))
             _ensure_own_storage(parameter, self._transfer.device)
             storage = local_part(parameter).untyped_storage()
             self._storage_bytes[parameter] = storage.nbytes()
@@ -68,11 +113,6 @@ class Visitors:
         """Those that come and go."""
         return list(self._homes)
 
-    def host_values(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Where the values of one of them live; None of others."""
-        home = self._homes.get(parameter)
-        return None if home is None else home.tensor
-
     def fetch(self) -> None:
         """Take memory on the device and begin to copy.
 
@@ -81,21 +121,48 @@ class Visitors:
         """
         with ExitStack() as undo:
             undo.callback(self.free)
-            for parameter, home in self._homes.items():
-                local = local_part(parameter)
-                ledger.mark(local, Kind.PARAMETERS, Tier.DEVICE)
-                local.untyped_storage().resize_(self._storage_bytes[parameter])
-                # `data` has a version of its own: what autograd has saved gets the values back
-                # that it was saved with, which is no change, whenever the copy is done.
-                self._arrivals.append(self._transfer.copy(local.data, home.tensor))
+            places = {parameter: self._take_memory(parameter) for parameter in self._homes}
+            for home in dict.fromkeys(self._homes.values()):
+                its_own = {p: place for p, place in places.items() if self._homes[p] is home}
+                self._arrivals += home.send(its_own)
             undo.pop_all()
         self.are_here = True
 
+    def _take_memory(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Memory on the device for a parameter.
+
+        `data` has a version of its own: what autograd has saved gets the values back that it was
+        saved with, which is no change, whenever the copy is done.
+        """
+        local = local_part(parameter)
+        ledger.mark(local, Kind.PARAMETERS, Tier.DEVICE)
+        local.untyped_storage().resize_(self._storage_bytes[parameter])
+        return local.data
+
+    def bring(self, parameter: nn.Parameter) -> None:
+        """Have one of them on the device, for somebody who changes it there; the others are not."""
+        for arrival in self._homes[parameter].send({parameter: self._take_memory(parameter)}):
+            arrival.wait()
+
+    def take_back(self, parameter: nn.Parameter) -> None:
+        """Make what is on the device the parameter's values, after `bring`."""
+        local = local_part(parameter)
+        self._homes[parameter].adopt(parameter, local.data)
+        local.untyped_storage().resize_(0)
+
     def order(self) -> None:
-        """Let the current stream find the values from now on."""
+        """Let the current stream find the values from now on.
+
+        Raises:
+            DiskError: they cannot be read; they are given up.
+        """
         self._used = True
-        for arrival in self._arrivals:
-            arrival.order()
+        try:
+            for arrival in self._arrivals:
+                arrival.order()
+        except TrainingError:
+            self.free()
+            raise
 
     def read_on_current_stream(self) -> None:
         """`order` for a stream that is not the one that computes; `free` waits for it."""
@@ -106,10 +173,11 @@ class Visitors:
     def free(self) -> None:
         """Give the memory back to the stream that computes."""
         for arrival in self._arrivals:
-            if self._used:
-                arrival.order()
-            else:
-                arrival.wait()  # nobody else will, and the host's values may change next
+            with suppress(TrainingError):  # told to whoever has used it
+                if self._used:
+                    arrival.order()
+                else:
+                    arrival.wait()  # nobody else will, and the values may change next
         if self._reader is not None:
             torch.cuda.current_stream(self._transfer.device).wait_stream(self._reader)
         for parameter in self._homes:
@@ -120,14 +188,11 @@ class Visitors:
 
 
 def _ensure_own_storage(parameter: nn.Parameter, device: torch.device) -> None:
-    """Give a parameter that is loaded elsewhere, or is part of something larger, memory of its own.
+    """Give a parameter memory of its own: it may be loaded elsewhere, be part of something larger,
+    or of a file that is mapped.
 
     Its values, which are lost, have been copied. FSDP2's shards have theirs and are held by it.
     """
-    if isinstance(parameter, DTensor):
-        return
-    storage = parameter.untyped_storage()
-    own = storage.resizable() and storage.nbytes() == parameter.numel() * parameter.element_size()
-    if not own or parameter.device != device:
+    if not isinstance(parameter, DTensor):
         with ledger.labelled(Kind.PARAMETERS):
-            parameter.data = torch.empty_like(parameter, device=device)
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

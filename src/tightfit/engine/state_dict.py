@@ -23,7 +23,9 @@ def serve_state_dicts(
     """Make state dicts of `root`, and of modules in it, what they are without any placement.
 
     Args:
-        stream: knows where values are that do not live on the device.
+        stream: knows where values are that do not live on the device. Those on the disk are read
+            into host memory, all that a state dict has: save module by module where that is too
+            much.
         drain: called before anything is read or written; updates that wait are done then.
     """
     for module in root.modules():
@@ -33,12 +35,12 @@ def serve_state_dicts(
         module.register_state_dict_pre_hook(lambda *_: drain())
         module.register_load_state_dict_pre_hook(lambda *_: drain())
         if stream is not None:
-            module.register_state_dict_post_hook(partial(_show_host_values, stream, own))
+            module.register_state_dict_post_hook(partial(_show_values, stream, own))
             module.register_load_state_dict_pre_hook(partial(_bring, stream, own))
             module.register_load_state_dict_post_hook(partial(_take_back, stream, own))
 
 
-def _show_host_values(
+def _show_values(
     stream: ParameterStream,
     own: dict[str, nn.Parameter],
     module: nn.Module,
@@ -47,9 +49,10 @@ def _show_host_values(
     local_metadata: Any,
 ) -> None:
     for name, parameter in own.items():
-        values = stream.host_values(parameter)
-        if values is not None and prefix + name in state_dict:
-            state_dict[prefix + name] = _like(parameter, values)
+        if prefix + name in state_dict:
+            values = stream.values_to_save(parameter)
+            if values is not None:
+                state_dict[prefix + name] = _like(parameter, values)
 
 
 def _like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
@@ -74,4 +77,3 @@ def _bring(stream: ParameterStream, own: dict[str, nn.Parameter], *unused: Any) 
 def _take_back(stream: ParameterStream, own: dict[str, nn.Parameter], *unused: Any) -> None:
     for parameter in own.values():
         stream.take_back(parameter)
-    stream.release()

@@ -1,4 +1,4 @@
-"""Parameters that live on the host and come to the device, unit by unit, to be computed with.
+"""Parameters that live on the host or the disk and come to the device, unit by unit, to compute.
 
 A unit is fetched before its modules' forward and again before their backward; at the same time the
 next `prefetch` units are set on their way and all others are given up, so that the device holds at
@@ -12,7 +12,7 @@ that follow, and where it gathers ahead, its gather itself asks for the shard. W
 already, as in backward in stages 1 and 2, is not fetched.
 
 Frozen parameters stream like others. Nothing is ever written back: whoever updates parameters does
-it where `host_values` says, while nothing is on the device (`release`).
+it where they live (`host_values`, `on_disk`), while nothing is on the device (`release`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tightfit.engine.disk_parameters import DiskParameters
+from tightfit.engine.pipeline import DiskTier
 from tightfit.engine.placement import first_units
-from tightfit.engine.residency import Visitors
+from tightfit.engine.residency import Home, HostHome, Visitors
 from tightfit.engine.sharding import BookedAllGather
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Transfer
@@ -46,10 +48,16 @@ class ParameterStream:
     Args:
         units: all of the model's. Those that stream reserve memory in `slab`.
         stays: parameters that are on the device all the time.
+        disk: where they live; on the host when None.
+        on_host: those that live on the host nevertheless.
 
     Attributes:
-        is_final: whether a unit's values on the host are those that the next forward needs. One
-            that is still being updated is not fetched ahead; whoever uses it waits for that first.
+        is_final: whether a unit's values are those that the next forward needs. One that is still
+            being updated is not fetched ahead; whoever uses it waits for that first.
+        on_disk: the values of those that live there; None where none does.
+
+    Raises:
+        DoesNotFitError: the disk is too full.
     """
 
     def __init__(
@@ -59,49 +67,83 @@ class ParameterStream:
         transfer: Transfer,
         slab: HostSlab,
         stays: Collection[nn.Parameter] = (),
+        disk: DiskTier | None = None,
+        on_host: Collection[nn.Parameter] = (),
     ) -> None:
-        self._transfer = transfer
         self.is_final: Callable[[Unit], bool] = _always
         self._prefetch = placement.prefetch
         self._sharding = _sharding_root(units)
         times = Counter(parameter for unit in units for parameter in unit.parameters)
         around = {unit for unit in units if _surrounds(unit, units)}
-        self._visitors: dict[Unit, Visitors] = {}
+        self._unit_of: dict[nn.Parameter, Unit] = {}
         for unit in first_units(units, placement.parameter_fraction):
-            own = [p for p in unit.parameters if times[p] == 1 and p not in stays]
-            if own and (self._sharding is not None or unit not in around):
-                self._visitors[unit] = Visitors(own, transfer, slab)
+            if self._sharding is not None or unit not in around:
+                own = [p for p in unit.parameters if times[p] == 1 and p not in stays]
+                # Of few rows, some ranks hold none.
+                self._unit_of |= {p: unit for p in own if local_part(p).numel()}
+        far = [p for p in self._unit_of if disk is not None and p not in on_host]
+        near = [p for p in self._unit_of if p not in set(far)]
+        self._host = HostHome(near, transfer, slab)
+        self.on_disk = DiskParameters(far, transfer, slab, disk) if disk and far else None
+        homes: dict[Unit, dict[nn.Parameter, Home]] = {}
+        for parameter, unit in self._unit_of.items():
+            homes.setdefault(unit, {})[parameter] = self._home(parameter)
+        self._visitors = {unit: Visitors(its_own, transfer) for unit, its_own in homes.items()}
         self._slots = {unit: _slot(unit) for unit in self._visitors}
         self._route = _Route(list(self._visitors), around)
         self._current: Unit | None = None
-        self._unit_of = {
-            p: unit for unit, visitors in self._visitors.items() for p in visitors.parameters
-        }
 
-    def adopt(self) -> None:
-        """Move the parameters' values to the slab, which has been allocated, and begin to watch."""
+    def _home(self, parameter: nn.Parameter) -> Home:
+        """Where one of those that stream lives."""
+        if self.on_disk is not None and self.on_disk.has(parameter):
+            return self.on_disk
+        return self._host
+
+    def adopt(self, values: Callable[[nn.Parameter], torch.Tensor] | None = None) -> None:
+        """Move the parameters' values to where they will live, and begin to watch.
+
+        The slab has been allocated.
+
+        Args:
+            values: those of a parameter now; what it holds when None.
+
+        Raises:
+            DiskError: the disk cannot take them.
+        """
         if self._sharding is not None:
             # Where FSDP2 pads shards, which it does at the first forward and only looks at later.
             self._sharding._get_fsdp_state()._lazy_init()
         for unit, visitors in self._visitors.items():
-            visitors.adopt()
+            visitors.adopt(values or _held)
             for module in unit.modules:
                 self._watch(unit, module)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter's values live on the host."""
+        """Whether the parameter's values live off the device."""
         return parameter in self._unit_of
 
     def host_values(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The values where they live, of the part that this rank holds; None if on the device."""
-        unit = self._unit_of.get(parameter)
-        return None if unit is None else self._visitors[unit].host_values(parameter)
+        """The values where they live, of the part that this rank holds; None if elsewhere."""
+        return self._host.values(parameter)
+
+    def values_to_save(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The values on the host, of this rank's part; None if they are on the device.
+
+        Those that live on the disk are read: a state dict of a model needs memory for all of it.
+
+        Raises:
+            DiskError: they cannot be read.
+        """
+        if self.on_disk is not None and self.on_disk.has(parameter):
+            return self.on_disk.read(parameter)
+        return self.host_values(parameter)
 
     def use(self, unit: Unit) -> None:
         """A forward or backward of `unit` begins: it is on the device when this returns.
 
         Raises:
             torch.OutOfMemoryError: there is no room; what is there stays usable.
+            DiskError: it cannot be read; a next use tries again.
         """
         if unit not in self._visitors:
             return
@@ -119,16 +161,20 @@ class ParameterStream:
     def bring(self, parameter: nn.Parameter) -> None:
         """Have the parameter's values on the device, for somebody who changes them there."""
         if parameter in self._unit_of:
-            self.use(self._unit_of[parameter])
+            self.release()
+            self._visitors[self._unit_of[parameter]].bring(parameter)
 
     def take_back(self, parameter: nn.Parameter) -> None:
-        """Make what is on the device the parameter's values, after `bring`."""
-        values = self.host_values(parameter)
-        if values is not None:
-            self._transfer.copy(values, local_part(parameter).data).wait()
+        """Make what is on the device the parameter's values, after `bring`.
+
+        Raises:
+            DiskError: they cannot be written.
+        """
+        if parameter in self._unit_of:
+            self._visitors[self._unit_of[parameter]].take_back(parameter)
 
     def release(self) -> None:
-        """Give up everything: the host's values may be changed when this returns."""
+        """Give up everything: the values may be changed where they live when this returns."""
         self._current = None
         self._give_up_all_but(set())
 
@@ -263,3 +309,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _always(unit: Unit) -> bool:
     return True
+
+
+def _held(parameter: nn.Parameter) -> torch.Tensor:
+    return local_part(parameter).data
