@@ -199,17 +199,36 @@ def test_a_quantised_base(quantisation: QuantisationPolicy, expected: int) -> No
     assert (expected + 560) / 4 <= share <= (expected + 560) / 4 + 80
 
 
-def test_what_leaves_the_device_leaves_only_what_is_gathered() -> None:
+def test_what_leaves_the_device_visits_it() -> None:
     layer = (Tensor((1000,)),)
     model = ModelTensors((Tensor((50,)),), (layer,) * 6, (Tensor((20,)),))
-    away = PlacementPolicy(Tier.HOST, Tier.NVME, Tier.NVME)
-    policies = Policies(precision=BF16, placement=away)
-    for resident, gathered in ((1, 1000), (2, 2000), (100, 6000)):
-        table = tensor_state_bytes(model, policies, resident_layers=resident)
-        assert table[Tier.DEVICE] == {Kind.COLLECTIVES: 2 * (gathered + 70)}
-    assert table[Tier.HOST] == {Kind.GRADIENTS: 2 * 6070}
-    assert table[Tier.NVME][Kind.PARAMETERS] == 2 * 6070
-    assert table[Tier.NVME][Kind.MASTER_WEIGHTS] == 4 * 6070
+    for prefetch, visiting in ((0, 1000), (1, 2000), (100, 6070)):
+        away = PlacementPolicy(Tier.NVME, Tier.NVME, Tier.NVME, prefetch=prefetch)
+        table = tensor_state_bytes(model, Policies(precision=BF16, placement=away))
+        assert table[Tier.DEVICE] == {Kind.PARAMETERS: 2 * visiting}
+        assert table[Tier.HOST] == {Kind.OPTIMIZER_STATES: 4 * 8}, "counters of steps"
+        # In blocks of 4096 bytes: 12 for each of a layer's 1000 values take three of them.
+        on_disk = table[Tier.NVME]
+        assert on_disk[Kind.PARAMETERS] == 2 * 4096 * 8
+        assert on_disk[Kind.GRADIENTS] == 4096 * 8
+        both = on_disk[Kind.MASTER_WEIGHTS] + on_disk[Kind.OPTIMIZER_STATES]
+        assert both == 2 * 4096 * (6 * 3 + 2)
+
+
+def test_fractions_leave_whole_layers() -> None:
+    """States of the last ones, parameters of the first; what is around them leaves with all."""
+    model = ModelTensors((Tensor((50,)),), ((Tensor((1000,)),),) * 6, (Tensor((20,)),))
+    halves = PlacementPolicy(Tier.HOST, Tier.HOST, optimizer_fraction=0.5)
+    table = tensor_state_bytes(model, Policies(placement=halves))
+    for kind, width in ((Kind.OPTIMIZER_STATES, 8), (Kind.GRADIENTS, 4)):
+        counters = 4 * 5 if kind is Kind.OPTIMIZER_STATES else 0
+        assert table[Tier.DEVICE][kind] == width * 3070 + counters
+    assert table[Tier.HOST][Kind.MASTER_WEIGHTS] == 4 * 3000
+    some = PlacementPolicy(Tier.HOST, Tier.HOST, Tier.HOST, parameter_fraction=0.3, prefetch=0)
+    table = tensor_state_bytes(model, Policies(placement=some))
+    assert table[Tier.HOST][Kind.PARAMETERS] == 4 * 2000
+    assert table[Tier.DEVICE][Kind.PARAMETERS] == 4 * (4070 + 1000)
+    assert table[Tier.HOST][Kind.MASTER_WEIGHTS] == 4 * 4070, "of those that are not updated there"
 
 
 SHARDED = Policies(precision=BF16, sharding=ShardingPolicy(ranks=4, zero_stage=1))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tightfit.bill.runtime import Link, Runtime, pinned_block_bytes, runtime_bytes, workspace_bytes
+from tightfit.bill.runtime import Link, Runtime, runtime_bytes, workspace_bytes
 from tightfit.units import MIB
 
 
@@ -70,17 +68,3 @@ def test_nvlink_agrees_with_what_eight_h100_held_before_their_first_all_to_all()
     """NVIDIA/nccl#1685: 1.06 GB, of context and NCCL, without torch's tensors."""
     runtime = runtime_bytes((9, 0), ranks=8, link=Link.NVLINK)
     assert runtime.outside_bytes == pytest.approx(1.06e9, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("asked", "taken"), [(0, 0), (1, 1), (4097, 8192), (8192, 8192), (1_210_318_848, 2**31)]
-)
-def test_page_locked_blocks_are_powers_of_two(asked: int, taken: int) -> None:
-    assert pinned_block_bytes(asked) == taken
-
-
-@given(st.integers(1, 2**45))
-def test_a_page_locked_block_is_never_twice_too_large(count_bytes: int) -> None:
-    taken = pinned_block_bytes(count_bytes)
-    assert count_bytes <= taken < 2 * count_bytes
-    assert taken & (taken - 1) == 0

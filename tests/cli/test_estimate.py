@@ -106,7 +106,6 @@ def test_the_picture_is_a_new_file(
     ("flags", "note"),
     [
         (["--optim", "adafactor"], "optim adafactor: closed form"),
-        (["--offload_param", "cpu"], "offload_param to host: closed form"),
         (["--num_gpus", "2", "--tensor_parallel_size", "2"], "tensor_parallel_size 2: closed form"),
         (["--num_gpus", "1"], "no card here"),
     ],

@@ -19,7 +19,6 @@ from tightfit.facts.workload import Workload
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
-    CheckpointingPolicy,
     OptimizerName,
     OptimizerPolicy,
     PlacementPolicy,
@@ -60,46 +59,33 @@ def test_what_the_engine_can_do_is_run_as_it_is(policies: Policies) -> None:
     assert nearest(policies).notes == ()
 
 
-def test_other_optimizers_change_their_states_alone() -> None:
-    plain = run()
-    values = plain.trainable
-    for name, width in ((OptimizerName.SGD, 0), (OptimizerName.LION, 4)):
-        other = run(optimizer=OptimizerPolicy(name))
-        assert "optim" in other.notes[0]
-        states = step(other.table).get(Kind.OPTIMIZER_STATES, 0)
-        assert abs(states - width * values) <= 4 * 100, "but for counters of steps"
-        assert step(other.table)[Kind.PARAMETERS] == step(plain.table)[Kind.PARAMETERS]
-        assert step(other.table)[Kind.GRADIENTS] == step(plain.table)[Kind.GRADIENTS]
+@pytest.mark.parametrize("placement", [PlacementPolicy(), PlacementPolicy(Tier.HOST, Tier.HOST)])
+def test_adafactor_changes_states_alone(placement: PlacementPolicy) -> None:
+    plain = run(placement=placement)
+    other = run(placement=placement, optimizer=OptimizerPolicy(OptimizerName.ADAFACTOR))
+    assert "optim adafactor" in other.notes[0]
+    closed = tensor_state_bytes(
+        tensors_of(CONFIG, Policies()), Policies(optimizer=OptimizerPolicy(OptimizerName.ADAFACTOR))
+    )
+    for tier in (Tier.DEVICE, Tier.HOST):
+        before, after = dict(step(plain.table, tier)), dict(step(other.table, tier))
+        had, has = (kinds.pop(Kind.OPTIMIZER_STATES, 0) for kinds in (before, after))
+        assert after == before
+        states = closed[Tier.DEVICE][Kind.OPTIMIZER_STATES]
+        assert has == (states if tier is placement.optimizer_states else 0)
+        assert has < had / 10 or not had
 
 
-def test_parameters_that_leave_are_on_the_host() -> None:
-    away = PlacementPolicy(Tier.HOST, Tier.HOST, parameters=Tier.HOST)
-    plain = run(placement=PlacementPolicy(Tier.HOST, Tier.HOST))
-    streamed = run(placement=away)
-    assert Kind.PARAMETERS not in step(streamed.table)
-    assert step(streamed.table, Tier.HOST)[Kind.PARAMETERS] == 4 * streamed.trainable
-    resident = streamed.table.peaks[Phase.FORWARD][Tier.DEVICE][Kind.COLLECTIVES]
-    assert 0 < resident < step(plain.table)[Kind.PARAMETERS]
-
-
-def test_states_on_disk_leave_buffers_on_the_host() -> None:
-    table = run(placement=PlacementPolicy(Tier.HOST, Tier.NVME)).table
-    assert step(table, Tier.NVME)[Kind.OPTIMIZER_STATES] >= 8 * run().trainable
-    assert step(table, Tier.PINNED)[Kind.TRANSFER] > 0
-    assert Kind.OPTIMIZER_STATES not in step(table, Tier.HOST)
-
-
-def test_activations_that_leave_are_the_same_in_all() -> None:
-    for checkpointing in (CheckpointingPolicy(), CheckpointingPolicy(True)):
-        here = run(checkpointing=checkpointing).table
-        gone = run(
-            checkpointing=checkpointing, placement=PlacementPolicy(activations=Tier.HOST)
-        ).table
-        before = here.peaks[Phase.FORWARD][Tier.DEVICE][Kind.ACTIVATIONS]
-        kept = gone.peaks[Phase.FORWARD][Tier.DEVICE][Kind.ACTIVATIONS]
-        sent = gone.peaks[Phase.FORWARD][Tier.PINNED][Kind.ACTIVATIONS]
-        assert kept + sent == before
-        assert kept < before
+def test_what_lives_on_the_disk_alone_passes_through_the_host() -> None:
+    """Parameters that the host's memory updates: read from the disk for every forward."""
+    apart = PlacementPolicy(Tier.HOST, Tier.HOST, Tier.NVME)
+    together = replace(apart, parameters=Tier.HOST)
+    found, plain = run(placement=apart), run(placement=together)
+    assert "offload_param to nvme" in found.notes[0]
+    assert step(found.table, Tier.NVME)[Kind.PARAMETERS] >= 2 * 4 * found.trainable
+    assert Kind.PARAMETERS not in step(found.table, Tier.HOST)
+    assert step(found.table, Tier.PINNED)[Kind.TRANSFER] > 0
+    assert step(found.table) == step(plain.table)
 
 
 def test_eight_bits_are_twice_four() -> None:
@@ -152,27 +138,12 @@ def test_the_first_stage_has_every_micro_batch_and_the_last_the_logits() -> None
     assert in_flight(sections, fewer)[Phase.FORWARD, "head"][Tier.DEVICE] == kinds
 
 
-@pytest.mark.parametrize("layers", [2, 3, 4])
-def test_activations_leave_shallow_models_too(layers: int) -> None:
-    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers})
-
-    def activations(placement: PlacementPolicy) -> Mapping[Tier, Mapping[Kind, int]]:
-        found = dry_run(config, Policies(placement=placement), WORKLOAD)
-        return found.table.peaks[Phase.FORWARD]
-
-    here = activations(PlacementPolicy())[Tier.DEVICE][Kind.ACTIVATIONS]
-    gone = activations(PlacementPolicy(activations=Tier.HOST))
-    sent = gone.get(Tier.PINNED, {}).get(Kind.ACTIVATIONS, 0)
-    assert gone[Tier.DEVICE][Kind.ACTIVATIONS] + sent == here
-    assert (sent > 0) is (layers > 2)
-
-
 OPTIMIZERS = [OptimizerName.ADAMW, OptimizerName.ADAFACTOR, OptimizerName.LION_8BIT]
 PLACEMENTS = [
-    PlacementPolicy(parameters=Tier.HOST),
+    PlacementPolicy(Tier.HOST, Tier.HOST, optimizer_fraction=0.5),
     PlacementPolicy(Tier.HOST, Tier.HOST, Tier.HOST),
     PlacementPolicy(Tier.HOST, Tier.NVME),
-    PlacementPolicy(Tier.HOST, Tier.NVME, Tier.NVME, Tier.HOST),
+    PlacementPolicy(Tier.HOST, Tier.NVME, Tier.HOST, Tier.HOST),
 ]
 SHARDINGS = [
     ShardingPolicy(), ShardingPolicy(4, 3), ShardingPolicy(4, 1, tensor_parallel=2),
@@ -204,22 +175,22 @@ def test_states_are_those_of_the_closed_form_whatever_is_combined(
     ranks = sharding.data_parallel * sharding.pipeline_parallel
     local = replace(policies, sharding=replace(sharding, ranks=ranks, tensor_parallel=1))
     closed = tensor_state_bytes(tensors_of(part, policies), local)
+    streams = placement.parameters is not Tier.DEVICE
     for kind in (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES):
         for tiers in ((Tier.DEVICE,), (Tier.HOST, Tier.PINNED), (Tier.NVME,)):
             found = sum(step(table, tier).get(kind, 0) for tier in tiers)
-            assert found == sum(closed.get(tier, {}).get(kind, 0) for tier in tiers), (kind, tiers)
+            expected = sum(closed.get(tier, {}).get(kind, 0) for tier in tiers)
+            if kind is Kind.PARAMETERS and tiers == (Tier.DEVICE,) and streams:
+                assert found <= expected, "some of those that visit may be gone"
+            else:
+                assert found == expected, (kind, tiers)
 
 
-def test_files_of_other_optimizers_are_as_large_as_their_states() -> None:
-    def saved(name: OptimizerName) -> int:
-        policies = Policies(optimizer=OptimizerPolicy(name))
-        table = dry_run(CONFIG, policies, WORKLOAD, card=(8, 0)).table
-        return table.peaks[Phase.SAVE][Tier.HOST][Kind.BUFFERS]
-
-    parameters = 4 * run().trainable
-    assert saved(OptimizerName.ADAMW) == pytest.approx(2 * parameters, rel=0.01)
-    assert saved(OptimizerName.LION) == pytest.approx(parameters, rel=0.01)
-    assert saved(OptimizerName.SGD) == parameters
+@pytest.mark.parametrize("name", [OptimizerName.ADAMW, OptimizerName.ADAFACTOR])
+def test_files_need_memory_for_the_parameters(name: OptimizerName) -> None:
+    """Whatever the optimizer, as states are written one by one."""
+    found = dry_run(CONFIG, Policies(optimizer=OptimizerPolicy(name)), WORKLOAD, card=(8, 0))
+    assert found.table.peaks[Phase.SAVE][Tier.HOST][Kind.BUFFERS] == 4 * found.trainable
 
 
 def test_shapes_are_those_of_the_model_with_its_adapters() -> None:

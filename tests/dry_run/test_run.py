@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,16 +62,40 @@ def test_states_are_read_one_by_one_and_adapters_at_once() -> None:
     assert kinds(lora.table, Phase.RESUME, Tier.HOST) == {Kind.BUFFERS: 4 * lora.trainable}
 
 
+AWAY = PlacementPolicy(Tier.HOST, Tier.HOST, Tier.HOST)
+
+
 @pytest.mark.parametrize(
     ("placement", "values"),
-    [(PlacementPolicy(), 2), (PlacementPolicy(Tier.HOST, Tier.HOST), 1)],
+    [(PlacementPolicy(), 1), (PlacementPolicy(Tier.HOST, Tier.HOST), 1), (AWAY, 0)],
 )
 def test_files_of_a_card_are_copied_to_the_host(placement: PlacementPolicy, values: int) -> None:
-    """Two moments of every parameter where they are on the device, else the parameters."""
+    """All parameters at once, where they are on the device; states take less, one by one."""
     assert Kind.BUFFERS not in kinds(run(placement=placement).table, Phase.SAVE, Tier.HOST)
     found = run(CARD, placement=placement)
+    copied = kinds(found.table, Phase.SAVE, Tier.HOST).get(Kind.BUFFERS, 0)
+    assert copied == 4 * values * found.trainable
+
+
+def test_only_what_is_on_the_device_is_copied() -> None:
+    found = run(CARD, placement=replace(AWAY, parameter_fraction=0.5))
     copied = kinds(found.table, Phase.SAVE, Tier.HOST)[Kind.BUFFERS]
-    assert copied == pytest.approx(4 * values * found.trainable, rel=0.01)
+    ends = 2 * EMBEDDING + 4 * 32
+    layers = 4 * found.trainable - ends
+    assert copied == ends + layers // 2
+
+
+@pytest.mark.parametrize("card", [None, CARD])
+def test_states_on_a_disk_are_read_one_parameter_at_a_time(card: tuple[int, int] | None) -> None:
+    found = run(card, placement=PlacementPolicy(Tier.HOST, Tier.NVME, Tier.HOST))
+    read = kinds(found.table, Phase.SAVE, Tier.HOST)[Kind.BUFFERS]
+    assert read == 2 * EMBEDDING + 4, "both moments and the counter"
+
+
+def test_parameters_on_a_disk_are_read_for_the_file() -> None:
+    found = run(placement=PlacementPolicy(Tier.NVME, Tier.NVME, Tier.NVME))
+    read = kinds(found.table, Phase.SAVE, Tier.HOST)[Kind.BUFFERS]
+    assert read == 4 * found.trainable
 
 
 def test_only_a_card_has_an_allocator() -> None:
@@ -99,3 +124,18 @@ def test_sharded_layers_are_extrapolated_as_they_are_gathered() -> None:
         )
         few = dry_run(deep, policies, WORKLOAD)
         assert few == dry_run(deep, policies, WORKLOAD, full_depth=True), stage
+
+
+@pytest.mark.parametrize("adapter", [None, AdapterPolicy(rank=2)])
+def test_files_of_a_deep_model_are_extrapolated(adapter: AdapterPolicy | None) -> None:
+    """What grows with depth and what does not are not the same moment."""
+    wide = {"num_hidden_layers": 12, "vocab_size": 4096}
+    deep = LlamaConfig(**{**CONFIG.to_dict(), **wide})
+    placement = PlacementPolicy() if adapter else PlacementPolicy(Tier.HOST, Tier.NVME)
+    policies = Policies(placement=placement, adapter=adapter)
+    few, all_layers = (
+        dry_run(deep, policies, WORKLOAD, full_depth=full, card=CARD).table
+        for full in (False, True)
+    )
+    for phase in (Phase.SAVE, Phase.RESUME):
+        assert kinds(few, phase, Tier.HOST) == kinds(all_layers, phase, Tier.HOST), phase

@@ -4,26 +4,30 @@ Parameters, gradients, master weights and optimizer states by tier and kind, and
 parameters and gradients that stand beside shards. Sharding is FSDP2's, one group per layer and one
 for the rest, so stages 1 and 2 keep a shard beside the whole: `textbook` has what papers print.
 Frozen parameters have no gradients and no states. Activations have no closed form here: the dry
-run counts them.
+run counts them, and the buffers that things travel through.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from math import prod
 
-from tightfit.bill.optimizers import FP32_BYTES, counter_bytes, moment_bytes
+from tightfit.bill.on_disk import SLOTS, record_bytes, whole_blocks
+from tightfit.bill.optimizers import FP32_BYTES, counter_bytes, moment_bytes, moment_widths
+from tightfit.bill.placed import Placed, PlacedGroup, placed_groups
 from tightfit.bill.quantised import quantised_shapes
 from tightfit.bill.shards import Group, ModelTensors, Tensor
 from tightfit.bill.table import Kind
+from tightfit.bill.whole import is_sharded, keeps_whole_gradients, keeps_whole_parameters
 from tightfit.policies import OptimizerName, Policies, QuantisationPolicy, Tier
 
 StateBytes = Mapping[Tier, Mapping[Kind, int]]
 INT8_BITS = 8
-RESIDENT_LAYERS = 2  # the one that computes and the one that is fetched meanwhile
+RESIDENT_LAYERS = 2  # the one that computes and the one that is gathered meanwhile
 
 
 class Master(StrEnum):
@@ -43,23 +47,34 @@ class Widths:
     master: int
 
 
-def state_widths(policies: Policies, master: Master = Master.FP32) -> Widths:
-    """Bytes per value under `policies`.
+def state_widths(policies: Policies, master: Master | None = None) -> Widths:
+    """Bytes per value under `policies`, of what is placed as they say.
 
     A gradient has its parameter's type; adapters are fp32 on a base of any type, as peft makes
     them. A master exists where the update cannot run on the parameter itself: it is 16 bits wide,
     or on the device while the update runs elsewhere.
+
+    Args:
+        policies: precision, placement, optimizer and adapter are read.
+        master: how masters are kept; as the optimizer's policy says when None.
     """
     base = policies.precision.parameter_bytes
     trainable = base if policies.adapter is None else FP32_BYTES
     placement = policies.placement
     on_device = placement.parameters is Tier.DEVICE
     elsewhere = on_device and placement.optimizer_states is not Tier.DEVICE
-    needed = trainable < FP32_BYTES or elsewhere
-    if not needed or master is Master.NONE:
-        return Widths(trainable, base, 0)
+    return Widths(trainable, base, _master_width(policies, master, trainable, elsewhere=elsewhere))
+
+
+def _master_width(
+    policies: Policies, master: Master | None, trainable: int, *, elsewhere: bool
+) -> int:
+    if master is None:
+        master = Master.SPLIT if policies.optimizer.split_master else Master.FP32
+    if master is Master.NONE or (trainable == FP32_BYTES and not elsewhere):
+        return 0
     split = master is Master.SPLIT and trainable < FP32_BYTES
-    return Widths(trainable, base, FP32_BYTES - trainable if split else FP32_BYTES)
+    return FP32_BYTES - trainable if split else FP32_BYTES
 
 
 def model_state_bytes(
@@ -68,27 +83,28 @@ def model_state_bytes(
     policies: Policies,
     *,
     quantised: int = 0,
-    master: Master = Master.FP32,
+    master: Master | None = None,
 ) -> StateBytes:
-    """Bytes by tier and kind on one rank, from counts alone: a lower bound, exact on one rank.
+    """Bytes by tier and kind on one rank, from counts alone: a lower bound.
+
+    On one rank it is exact but for what needs shapes: step counters, the padding of shards and of
+    a disk's blocks, layers that are gathered or fetched, and Adafactor's states, which go by rows
+    and columns. On nvme it has what a step reads and writes, which lies there twice.
 
     Args:
         trainable: number of parameters that get gradients.
         frozen: number of parameters that do not, kept in the job's precision.
-        policies: precision, placement, sharding, optimizer, quantisation and adapter are read.
+        policies: precision, placement, sharding, optimizer, quantisation and adapter are read;
+            fractions are not, as counts have no layers: all is placed alike.
         quantised: number of frozen parameters stored in few bits.
-        master: how masters are kept.
-
-    Without shapes there is no padding, no step counter and no gather of single layers, and
-    Adafactor's states, which go by rows and columns, are left out.
+        master: how masters are kept; as the optimizer's policy says when None.
     """
-    model = ModelTensors.flat(
-        trainable, frozen, quantised, layers=policies.sharding.pipeline_parallel
-    )
-    shapes = _Shapes(policies, master, resident_layers=0, momentum=False, counters=False)
-    table = shapes.stage_bytes(model.stage(0, policies.sharding.pipeline_parallel))
+    stages = policies.sharding.pipeline_parallel
+    model = ModelTensors.flat(trainable, frozen, quantised, layers=stages)
+    shapes = _Shapes(policies, master, resident_layers=0, momentum=False, exact=False)
+    table = shapes.stage_bytes(model.stage(0, stages))
     if policies.optimizer.name is OptimizerName.ADAFACTOR:
-        table[policies.placement.optimizer_states][Kind.OPTIMIZER_STATES] = 0
+        table.get(policies.placement.optimizer_states, {}).pop(Kind.OPTIMIZER_STATES, None)
     return table
 
 
@@ -104,59 +120,133 @@ def tensor_state_bytes(
     model: ModelTensors,
     policies: Policies,
     *,
-    master: Master = Master.FP32,
+    master: Master | None = None,
     momentum: bool = False,
     resident_layers: int = RESIDENT_LAYERS,
 ) -> StateBytes:
     """Bytes by tier and kind on the fullest rank, with every gradient present.
 
+    Parameters that live elsewhere are on the device as well, as many as can be there at once;
+    gradients that add up on the device while their states are elsewhere are there and on the host.
+
     Args:
         model: shapes of all parameters.
-        policies: as in `model_state_bytes`.
-        master: how masters are kept.
-        momentum: whether SGD has one.
-        resident_layers: layers whose whole parameters are on the device at a time, where the
-            device does not keep all of them.
+        policies: as in `model_state_bytes`, fractions included.
+        master: how masters are kept; as the optimizer's policy says when None.
+        momentum: whether SGD has one; the engine's has none.
+        resident_layers: layers whose whole parameters are on the device at a time, where ranks
+            share them.
 
     The fullest rank is the first one of the pipeline stage that takes most on the device.
     """
     stages = policies.sharding.pipeline_parallel
-    shapes = _Shapes(policies, master, resident_layers, momentum, counters=True)
+    shapes = _Shapes(policies, master, resident_layers, momentum, exact=True)
     tables = [shapes.stage_bytes(model.stage(number, stages)) for number in range(stages)]
     return max(tables, key=lambda table: sum(table[Tier.DEVICE].values()))
 
 
+class _Table(defaultdict[Tier, dict[Kind, int]]):
+    """Bytes by tier and kind that add up."""
+
+    def add(self, tier: Tier, kind: Kind, count_bytes: int) -> None:
+        """So much more of a kind on a tier."""
+        self[tier][kind] = self[tier].get(kind, 0) + count_bytes
+
+
 @dataclass(frozen=True)
 class _Shapes:
-    """Turns shapes into bytes under fixed choices."""
+    """Turns shapes into bytes under fixed choices; `exact` with all that needs shapes."""
 
     policies: Policies
-    master: Master
+    master: Master | None
     resident_layers: int
     momentum: bool
-    counters: bool
+    exact: bool
 
     def stage_bytes(self, stage: ModelTensors) -> dict[Tier, dict[Kind, int]]:
         """Bytes by tier and kind of one pipeline stage's rank."""
         local = stage.divided(self.policies.sharding.tensor_parallel)
-        own = [tensor.sharded(self._shards) for tensor in local]
-        placement = self.policies.placement
-        table: dict[Tier, dict[Kind, int]] = defaultdict(dict)
-        table[Tier.DEVICE] = {}
-        table[placement.parameters][Kind.PARAMETERS] = self._parameter_bytes(local)
-        table[placement.gradients][Kind.GRADIENTS] = self._gradient_bytes(own)
-        table[placement.optimizer_states][Kind.OPTIMIZER_STATES] = self._moment_bytes(own)
-        if masters := self._master_bytes(own):
-            table[placement.optimizer_states][Kind.MASTER_WEIGHTS] = masters
-        if _keeps_whole_gradients(self.policies):
+        groups = placed_groups(local, self.policies, sharded=self._shards > 1)
+        table = _Table(dict)
+        for placed in chain.from_iterable(groups):
+            table.add(placed.values, Kind.PARAMETERS, self._kept_bytes(placed))
+            if placed.tensor.trainable:
+                own = replace(placed, tensor=placed.tensor.sharded(self._shards))
+                self._add_gradients(table, own)
+                self._add_states(table, own)
+        if self.exact:
+            visiting = self._visiting_bytes(groups, again=local.tied or self._shards > 1)
+            table.add(Tier.DEVICE, Kind.PARAMETERS, visiting)
+        if keeps_whole_gradients(self.policies):
             table[Tier.DEVICE][Kind.GRADIENTS] = self._gradient_bytes(local)
-        if passing := self._whole_bytes(local):
-            table[Tier.DEVICE][Kind.COLLECTIVES] = passing
-        return table
+        table.add(Tier.DEVICE, Kind.COLLECTIVES, self._whole_bytes(local))
+        return {tier: {k: n for k, n in kinds.items() if n} for tier, kinds in table.items()}
+
+    def _kept_bytes(self, placed: Placed) -> int:
+        """A parameter where it lives; on a disk a trained one lies twice."""
+        tensor = placed.tensor
+        if placed.values is not Tier.NVME or not self.exact:
+            return self._parameter_bytes([tensor])
+        slots = SLOTS if tensor.trainable else 1
+        return slots * tensor.count * whole_blocks(self._shard_bytes(tensor))
+
+    def _add_gradients(self, table: _Table, own: Placed) -> None:
+        """They end where the update runs, or on its way to a disk on the host."""
+        where = self.policies.placement.gradients
+        if own.states is Tier.DEVICE:
+            where = Tier.DEVICE
+        elif where is Tier.DEVICE:
+            table.add(Tier.HOST, Kind.GRADIENTS, self._gradient_bytes([own.tensor]))
+        size_bytes = self._gradient_bytes([own.tensor])
+        if where is Tier.NVME and self.exact:
+            size_bytes = own.tensor.count * whole_blocks(size_bytes // own.tensor.count)
+        table.add(where, Kind.GRADIENTS, size_bytes)
+
+    def _add_states(self, table: _Table, own: Placed) -> None:
+        """Master, moments and counter; counters of states on a disk are on the host."""
+        tensor, count = own.tensor, own.tensor.count
+        elsewhere = own.states is not Tier.DEVICE and own.values is Tier.DEVICE
+        width = _master_width(
+            self.policies, self.master, self._widths.trainable, elsewhere=elsewhere
+        )
+        masters = width * tensor.elements
+        moments = moment_bytes(tensor.shape, self.policies.optimizer.name, momentum=self.momentum)
+        slots, counters = 1, own.states
+        if self.exact and own.states is Tier.NVME:
+            slots, counters = SLOTS, Tier.HOST
+            moments = self._record_bytes(tensor, width) - masters
+        table.add(own.states, Kind.MASTER_WEIGHTS, slots * count * masters)
+        table.add(own.states, Kind.OPTIMIZER_STATES, slots * count * moments)
+        if self.exact:
+            counter = counter_bytes(self.policies.optimizer.name)
+            table.add(counters, Kind.OPTIMIZER_STATES, count * counter)
+
+    def _record_bytes(self, tensor: Tensor, master_width: int) -> int:
+        """All states of a tensor as they lie on a disk, in one slot."""
+        name, values = self.policies.optimizer.name, tensor.elements
+        if name is OptimizerName.ADAFACTOR:
+            return whole_blocks(moment_bytes(tensor.shape, name)) + whole_blocks(
+                master_width * values
+            )
+        widths, scales = moment_widths(values, name)
+        return record_bytes(values, (*widths, master_width), scales=scales)
+
+    def _visiting_bytes(self, groups: list[PlacedGroup], *, again: bool) -> int:
+        """Most that is on the device of what lives elsewhere: neighbouring groups.
+
+        Args:
+            again: whether the first group comes once more at the end.
+        """
+        sizes = [
+            sum(self._parameter_bytes([p.tensor]) for p in group if p.values is not Tier.DEVICE)
+            for group in (*groups, *groups[: int(again)])
+        ]
+        count = 1 + self.policies.placement.prefetch
+        return max(sum(sizes[start : start + count]) for start in range(len(sizes)))
 
     @property
     def _shards(self) -> int:
-        return self.policies.sharding.data_parallel if _is_sharded(self.policies) else 1
+        return self.policies.sharding.data_parallel if is_sharded(self.policies) else 1
 
     @property
     def _widths(self) -> Widths:
@@ -178,18 +268,6 @@ class _Shapes:
     def _gradient_bytes(self, tensors: Iterable[Tensor]) -> int:
         return self._widths.trainable * _trainable_elements(tensors)
 
-    def _master_bytes(self, tensors: Iterable[Tensor]) -> int:
-        return self._widths.master * _trainable_elements(tensors)
-
-    def _moment_bytes(self, tensors: Iterable[Tensor]) -> int:
-        name = self.policies.optimizer.name
-        counter = counter_bytes(name) if self.counters else 0
-        return sum(
-            tensor.count * (moment_bytes(tensor.shape, name, momentum=self.momentum) + counter)
-            for tensor in tensors
-            if tensor.trainable
-        )
-
     def _whole_bytes(self, local: ModelTensors) -> int:
         """Whole parameters beside the kept ones, and whole gradients on their way into shards.
 
@@ -197,11 +275,11 @@ class _Shapes:
         first and last. Copies within a collective are the dry run's to count.
         """
         total = 0
-        if _keeps_whole_parameters(self.policies):
+        if keeps_whole_parameters(self.policies):
             total += self._gathered_bytes(local)
-        elif self._shards > 1 or self.policies.placement.parameters is not Tier.DEVICE:
+        elif self._shards > 1:
             total += _passing_bytes(local, self._gathered_bytes, self.resident_layers)
-        if self._shards > 1 and not _keeps_whole_gradients(self.policies):
+        if self._shards > 1 and not keeps_whole_gradients(self.policies):
             # One layer's, as its reduction overlaps with the next one's backward.
             total += _passing_bytes(local, self._gradient_bytes, min(1, self.resident_layers))
         return total
@@ -220,20 +298,3 @@ def _passing_bytes(local: ModelTensors, size: Callable[[Group], int], layers: in
     sizes = [size(layer) for layer in local.layers]
     runs = [sum(sizes[start : start + layers]) for start in range(len(sizes))]
     return size(local.root) + max(runs, default=0)
-
-
-def _is_sharded(policies: Policies) -> bool:
-    return policies.sharding.zero_stage > 0 and policies.sharding.data_parallel > 1
-
-
-def _keeps_whole_parameters(policies: Policies) -> bool:
-    """Stages 1 and 2 keep them until backward has passed, a pipeline to the end of the step."""
-    sharding = policies.sharding
-    return _is_sharded(policies) and (sharding.zero_stage < 3 or sharding.pipeline_parallel > 1)
-
-
-def _keeps_whole_gradients(policies: Policies) -> bool:
-    """Stage 1 adds micro-batches up before it reduces; so does a pipeline at every stage."""
-    sharding = policies.sharding
-    adds_up = sharding.zero_stage == 1 and policies.batch.accumulation_steps > 1
-    return _is_sharded(policies) and (adds_up or sharding.pipeline_parallel > 1)

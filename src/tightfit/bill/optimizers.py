@@ -50,6 +50,14 @@ def moment_bytes(shape: tuple[int, ...], name: OptimizerName, *, momentum: bool 
     return moments(name, momentum=momentum) * each
 
 
+def moment_widths(values: int, name: OptimizerName) -> tuple[tuple[int, ...], int]:
+    """Bytes per value of each moment of a parameter of so many values, and how many of them have
+    scales; none of Adafactor, whose states do not go by value."""
+    eight_bit = name in _8BIT and values >= MIN_8BIT_VALUES
+    count = moments(name)
+    return (1 if eight_bit else FP32_BYTES,) * count, count if eight_bit else 0
+
+
 def counter_bytes(name: OptimizerName) -> int:
     """Bytes of one parameter's step counter."""
     return FP32_BYTES if name in _COUNTING else 0

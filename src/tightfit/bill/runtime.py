@@ -140,14 +140,6 @@ def workspace_bytes(capability: Capability) -> int:
     return _HANDLES * (workspace + _LT_WORKSPACE_BYTES)
 
 
-def pinned_block_bytes(count_bytes: int) -> int:
-    """What torch page-locks for a tensor of so many bytes: the next power of two.
-
-    ATen/core/CachingHostAllocator.h: `PowerOf2Ceil(size)`, so up to twice what was asked for.
-    """
-    return 1 << (count_bytes - 1).bit_length() if count_bytes > 0 else 0
-
-
 def _communicator_bytes(link: Link, all_reduces: bool) -> int:
     connected = _CHANNELS[link] * _RING_CHANNEL_MIB * (_TREE_FACTOR if all_reduces else 1)
     return (_COMMUNICATOR_MIB + connected) * MIB

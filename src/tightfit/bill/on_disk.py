@@ -1,0 +1,48 @@
+"""Closed forms of what the engine keeps on a disk: in files of whole blocks, in two places each.
+
+A parameter is cut into pieces, and each has one record with its states side by side. Knows nothing
+of which states there are, or of what else a disk is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tightfit.bill.optimizers import BLOCK_8BIT
+from tightfit.bill.shards import ceil_divide
+
+SLOTS = 2  # what is current, and what the step that runs makes of it
+_BLOCK_BYTES = 4096  # of a disk
+_PIECE_VALUES = 2**21
+_ALIGN_BYTES = 64  # of each state in a record
+
+
+def whole_blocks(size_bytes: int) -> int:
+    """As many bytes in whole blocks of a disk."""
+    return ceil_divide(size_bytes, _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def record_bytes(values: int, widths: Sequence[int], *, scales: int = 0) -> int:
+    """Bytes of a parameter's records in one slot.
+
+    Args:
+        values: of the parameter, or of the part that a rank has.
+        widths: bytes per value of each state.
+        scales: how many of the states have an fp32 scale for each block of values, apart.
+    """
+    total = 0
+    for piece in _pieces(values):
+        fields = [width * piece for width in widths]
+        fields += [4 * ceil_divide(piece, BLOCK_8BIT)] * scales
+        aligned = (ceil_divide(size, _ALIGN_BYTES) * _ALIGN_BYTES for size in fields)
+        total += whole_blocks(sum(aligned))
+    return total
+
+
+def _pieces(values: int) -> list[int]:
+    """Sizes of even pieces, of which each but the last is a multiple of a block of bytes."""
+    if values == 0:
+        return []
+    even = ceil_divide(values, ceil_divide(values, _PIECE_VALUES))
+    run = ceil_divide(even, _BLOCK_BYTES) * _BLOCK_BYTES
+    return [min(run, values - begin) for begin in range(0, values, run)]
