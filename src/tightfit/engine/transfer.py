@@ -129,9 +129,12 @@ class _Road:
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
-        self._stream.synchronize()
+        self._stream.synchronize()  # also for what was ordered, and is not held here any more
         with self._lock:
+            arrivals = list(self._under_way)
             self._under_way.clear()
+        for arrival in arrivals:
+            arrival.wait()
 
 
 class _UnderWay:
