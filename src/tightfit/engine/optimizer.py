@@ -10,7 +10,7 @@ gradients got where they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +21,16 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.arithmetic import Numbers
+from tightfit.engine.clipping import Clip, total_norm
 from tightfit.engine.disk_gradients import DiskGradient
 from tightfit.engine.disk_states import DiskStates, DueUpdate
 from tightfit.engine.lazy import DueUpdates
+from tightfit.engine.parameter_groups import (
+    check_halves_are_together,
+    check_same_parameters,
+    decay_groups,
+    owned,
+)
 from tightfit.engine.pipeline import DiskTier
 from tightfit.engine.ranks import Ranks
 from tightfit.engine.rules import CHUNK_VALUES, Piece, Rule, Scratch, rule_of
@@ -31,7 +38,6 @@ from tightfit.engine.slab import HostSlab, Reserved
 from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.engine.units import Unit
-from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.ledger import local_part
 from tightfit.policies import OptimizerPolicy, Tier
 
@@ -84,7 +90,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         *,
         gradients_on_disk: bool = False,
     ) -> None:
-        self._own = _owned(units)
+        self._own = owned(units)
         self._tiers = tiers
         self._stream = stream
         self._transfer = transfer
@@ -96,11 +102,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._published: dict[Unit, list[Arrival]] = {}
         self._scratch: dict[Tier, Scratch] = {}
         super().__init__(
-            _decay_groups(tiers, policy.weight_decay),
+            decay_groups(tiers, policy.weight_decay),
             {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon},
         )
         if self._splits_master:
-            _check_halves_are_together([p for p in tiers if self._publishes(p)], tiers)
+            check_halves_are_together([p for p in tiers if self._publishes(p)], tiers)
         # A master that is copied to the device as it is; of 16 bits the spent gradient travels.
         self._travelling: dict[nn.Parameter, Reserved] = {
             parameter: slab.reserve(local_part(parameter).shape, torch.float32, Kind.MASTER_WEIGHTS)
@@ -208,10 +214,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """
         self.drain()
         with ledger.labelled(Kind.TEMPORARIES):
-            norm = self._ranks.global_norm(_total_norm(gradients, norms or {}))
+            norm = self._ranks.global_norm(total_norm(gradients, norms or {}))
         if not bool(torch.isfinite(norm)):
             return norm
-        clip = _Clip(norm, self._max_grad_norm, self._transfer.device)
+        clip = Clip(norm, self._max_grad_norm, self._transfer.device)
         numbers = self._numbers()
         on = {tier: [p for p in gradients if self._tiers[p] is tier] for tier in Tier}
         self._count([*on[Tier.DEVICE], *on[Tier.HOST]])
@@ -288,7 +294,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         assert source is not None
         return _Update(piece, numbers, (values, source))
 
-    def _update_unit(self, unit: Unit, updates: list[_Update], clip: _Clip) -> None:
+    def _update_unit(self, unit: Unit, updates: list[_Update], clip: Clip) -> None:
         """Update one unit off the device and send what has changed there."""
         arrivals = self._published.setdefault(unit, [])
         for update in updates:
@@ -299,7 +305,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         if self._disk is not None:
             arrivals += self._disk.update(unit)
 
-    def _apply(self, updates: list[_Update], clip: _Clip, tier: Tier) -> None:
+    def _apply(self, updates: list[_Update], clip: Clip, tier: Tier) -> None:
         """Update pieces that have the same numbers together."""
         together: dict[Numbers, list[Piece]] = {}
         for update in updates:
@@ -387,7 +393,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """
         self.drain()
         groups = state_dict["param_groups"]
-        _check_same_parameters(self.param_groups, self.state_entries, groups, state_dict["state"])
+        check_same_parameters(self.param_groups, self.state_entries, groups, state_dict["state"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 values = {"master": self._values(parameter), **state_dict["state"][number]}
@@ -404,101 +410,3 @@ class PlacedOptimizer(torch.optim.Optimizer):
             dtype, _ = self.state_entries(parameter).get("master", (None, None))
             if dtype is parameter.dtype:
                 self.load_states(parameter, {"master": self._values(parameter)})
-
-
-def _check_same_parameters(
-    here: list[dict[str, Any]],
-    entries_of: Callable[[nn.Parameter], Mapping[str, tuple[torch.dtype, torch.Size]]],
-    saved: list[dict[str, Any]],
-    states: Mapping[int, Mapping[str, torch.Tensor]],
-) -> None:
-    """Saved states have the names and shapes of those that are here, but for a master, which only
-    some tiers and types need.
-
-    Raises:
-        ConfigError: they have others.
-    """
-    wanted = [
-        [{name: shape for name, (_, shape) in entries_of(p).items()} for p in group["params"]]
-        for group in here
-    ]
-    found = [
-        [{name: t.shape for name, t in states.get(number, {}).items()} for number in g["params"]]
-        for g in saved
-    ]
-    for shapes in (shape for groups in (wanted, found) for group in groups for shape in group):
-        shapes.pop("master", None)
-    if wanted != found:
-        raise ConfigError(
-            "the saved optimizer belongs to another model, method or optimizer; fit the model as "
-            "it was when the optimizer was saved"
-        )
-
-
-def _check_halves_are_together(
-    on_device: Iterable[nn.Parameter], tiers: Mapping[nn.Parameter, Tier]
-) -> None:
-    """A split master is half in the parameter: no states may be elsewhere.
-
-    Raises:
-        UnsupportedError: some are, as of parameters that several layers share and none can fetch.
-    """
-    if any(tiers[parameter] is not Tier.DEVICE for parameter in on_device):
-        raise UnsupportedError(
-            "this model has parameters that stay on the device while their states leave, which a "
-            "split master cannot follow; leave optim_master out"
-        )
-
-
-def _owned(units: Sequence[Unit]) -> dict[Unit, list[nn.Parameter]]:
-    """The parameters that are updated with each unit: one of several units with the first."""
-    first: dict[nn.Parameter, Unit] = {}
-    for unit in units:
-        for parameter in unit.parameters:
-            first.setdefault(parameter, unit)
-    return {unit: [p for p in unit.parameters if first[p] is unit] for unit in units}
-
-
-def _decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases, which have one dimension, do not."""
-    everything = list(parameters)
-    groups = [
-        {"params": [p for p in everything if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in everything if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _total_norm(gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-    """The global norm in fp32, that of all norms; `get_total_norm` would round those of 16 bits."""
-    tensors = [gradient for gradient in gradients.values() if isinstance(gradient, torch.Tensor)]
-    whole = len(tensors) == len(gradients)
-    if whole and all(gradient.dtype is torch.float32 for gradient in tensors):
-        return nn.utils.get_total_norm(tensors)
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        if isinstance(gradient, torch.Tensor)
-        else known[parameter]
-        for parameter, gradient in gradients.items()
-    ]
-    first = norms[0].device
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(first) for each in norms]))
-    return norm
-
-
-class _Clip:
-    """The factor of `torch.nn.utils.clip_grad_norm_`, same constant and order, on every tier.
-
-    Args:
-        norm: of all gradients.
-        max_norm: 0 clips nothing.
-    """
-
-    def __init__(self, norm: torch.Tensor, max_norm: float, device: torch.device) -> None:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else None
-        self._on_device = None if factor is None else factor.to(device)
-        self._on_host = None if factor is None else factor.cpu()
-
-    def on(self, tier: Tier) -> torch.Tensor | None:
-        """The factor where an update on `tier` reads it; None where nothing is clipped."""
-        return self._on_device if tier is Tier.DEVICE else self._on_host
