@@ -7,6 +7,7 @@ import re
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
+TIB = 2**40
 
 _FACTORS = {
     "": 1,
@@ -18,11 +19,11 @@ _FACTORS = {
     "K": KIB,
     "M": MIB,
     "G": GIB,
-    "T": 2**40,
+    "T": TIB,
     "KIB": KIB,
     "MIB": MIB,
     "GIB": GIB,
-    "TIB": 2**40,
+    "TIB": TIB,
 }
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -43,7 +44,12 @@ def parse_bytes(text: str | int) -> int:
 
 def format_bytes(count: float) -> str:
     """`count` bytes in the largest binary unit that keeps at least one digit before the point."""
-    for factor, unit, digits in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1)):
+    for factor, unit, digits in (
+        (TIB, "TiB", 2),
+        (GIB, "GiB", 2),
+        (MIB, "MiB", 1),
+        (KIB, "KiB", 1),
+    ):
         if abs(count) >= factor:
             return f"{count / factor:.{digits}f} {unit}"
     return f"{count:.0f} B"

@@ -34,11 +34,12 @@ def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
     assert [(b.micro_batch_size, b.accumulation_steps) for b in found.batches] == [
         (6, 1), (3, 2), (2, 3), (1, 6),
     ]  # fmt: skip
-    assert [loss.kind for loss in found.losses] == [LossKind.FULL, LossKind.CHUNKED]
+    kinds = [LossKind.FULL, LossKind.CHUNKED, LossKind.SLICED]
+    assert [loss.kind for loss in found.losses] == kinds
     assert [c.enabled for c in found.checkpointing] == [False, True]
     placements = found.placements()
     candidates = list(found.candidates())
-    assert len(candidates) == len(set(candidates)) == 4 * 2 * 2 * len(placements)
+    assert len(candidates) == len(set(candidates)) == 4 * 3 * 2 * len(placements)
 
 
 def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: MakeJob) -> None:
@@ -46,15 +47,25 @@ def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: Make
     found = options(job(train_batch_size=4, **near))
     assert count_techniques(found.plain()) == 0
     assert found.plain().batch == BatchPolicy(4, 1)
-    on_device, on_host = found.leanest(AdapterPolicy())
-    assert (count_techniques(on_device), count_techniques(on_host)) == (4, 5)
-    assert on_device.batch == on_host.batch == BatchPolicy(1, 4)
+    lean = found.leanest(AdapterPolicy())
+    assert [count_techniques(policies) for policies in lean] == [4, 5] * 2
+    assert {policies.batch for policies in lean} == {BatchPolicy(1, 4)}
+    assert {p.loss.kind for p in lean} == {LossKind.CHUNKED, LossKind.SLICED}
+    assert len(set(lean)) == 4
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked", "sliced"])
+def test_the_leanest_have_the_loss_that_is_asked_for(job: MakeJob, loss: str) -> None:
+    found = options(job(loss=loss))
+    assert {str(policies.loss.kind) for policies in found.leanest()} == {loss}
+    assert len(found.leanest()) == len(found.placements())
 
 
 @pytest.mark.parametrize(
     ("keys", "part", "value"),
     [
         ({"loss": "chunked"}, "loss", LossPolicy(LossKind.CHUNKED)),
+        ({"loss": "sliced"}, "loss", LossPolicy(LossKind.SLICED)),
         ({"loss": "full"}, "loss", LossPolicy(LossKind.FULL)),
         ({"gradient_checkpointing": True}, "checkpointing", CheckpointingPolicy(True)),
         ({"gradient_checkpointing": "false"}, "checkpointing", CheckpointingPolicy(False)),
@@ -104,8 +115,9 @@ def test_the_numbers_of_optimizer_and_adapter_come_from_the_job(job: MakeJob) ->
 
 def test_a_model_without_chunked_loss(job: MakeJob) -> None:
     assert options(job(), chunked_loss=False).losses == (LossPolicy(LossKind.FULL),)
-    with pytest.raises(ConfigError, match="loss: full"):
-        options(job(loss="chunked"), chunked_loss=False)
+    for loss in ("chunked", "sliced"):
+        with pytest.raises(ConfigError, match=f"loss: {loss} does not work.*loss: full"):
+            options(job(loss=loss), chunked_loss=False)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tightfit.planner.plan import Limits, Plan
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
 from tightfit.planner.search import plan_job
-from tightfit.policies import Policies, Tier
+from tightfit.policies import LossKind, Policies, Tier
 from tightfit.units import KIB
 
 LAYERS = 12
@@ -62,18 +62,21 @@ class Formula:
     def table(self, policies: Policies) -> MemoryTable:
         run = DryRun(MemoryTable({}), TRAINABLE, 0, 0, SHAPE)
         states = state_bytes(run, policies)
-        placement, each = policies.placement, policies.batch.micro_batch_size * 4096
+        placement, tokens = policies.placement, policies.batch.micro_batch_size * 64
+        each = tokens * SHAPE.hidden_size * 4 * (1 if policies.checkpointing.enabled else 4)
         fraction = placement.optimizer_fraction
         if placement.optimizer_states is not Tier.DEVICE and fraction < 1:
             leaving = math.ceil(fraction * LAYERS)
             states[Tier.DEVICE][Kind.TRANSFER] = self.extra * leaving
-        layers = LAYERS // 4 if policies.checkpointing.enabled else LAYERS
-        stay = layers if placement.activations is Tier.DEVICE else min(KEPT, layers)
+        stay = LAYERS if placement.activations is Tier.DEVICE else KEPT
         backward = {tier: dict(kinds) for tier, kinds in states.items()}
         backward[Tier.DEVICE][Kind.ACTIVATIONS] = stay * each
-        backward[Tier.HOST][Kind.ACTIVATIONS] = (layers - stay) * each
-        if policies.loss.kind == "full":
-            backward[Tier.DEVICE][Kind.LOGITS] = 3 * each
+        backward[Tier.HOST][Kind.ACTIVATIONS] = (LAYERS - stay) * each
+        backward[Tier.DEVICE][Kind.LOGITS] = {
+            LossKind.FULL: 3 * 4 * tokens * SHAPE.vocab_size,
+            LossKind.CHUNKED: 4 * SHAPE.hidden_size * SHAPE.vocab_size + 1000,
+            LossKind.SLICED: 20 * tokens,
+        }[policies.loss.kind]
         if policies.batch.accumulation_steps == 1:
             backward[Tier.DEVICE].pop(Kind.GRADIENTS, None)
         return MemoryTable({Phase.BACKWARD: backward, Phase.STEP: states})

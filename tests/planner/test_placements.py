@@ -136,7 +136,7 @@ def test_each_thing_comes_back_by_itself_where_it_can() -> None:
     away = PlacementPolicy(HOST, HOST, HOST, HOST, parameter_fraction=0.5, lazy_step=True)
     found = dict(without_placement(Policies(placement=away)))
     assert [*found] == [
-        "gradients and optimizer on the host, and parameters after them",
+        "gradients and optimizer on the host, without which parameters cannot leave",
         "50% of parameters on the host",
         "activations on the host",
     ]
@@ -150,6 +150,8 @@ def test_each_thing_comes_back_by_itself_where_it_can() -> None:
 def test_a_share_is_said() -> None:
     part = PlacementPolicy(HOST, NVME, optimizer_fraction=0.23, lazy_step=True)
     policies = Policies(placement=part)
-    assert "23% of gradients + optimizer on NVMe, lazy step" in describe_policies(policies)
+    assert "23% of optimizer on NVMe + gradients on host, lazy step" in describe_policies(policies)
+    name, _ = next(without_placement(policies))
+    assert name == "23% of optimizer on nvme, its gradients on the host"
     assert uses_disk(part)
     assert not uses_disk(PlacementPolicy(HOST, HOST, HOST))

@@ -108,7 +108,12 @@ def test_the_optimizers_numbers_are_the_jobs(path: Path, plan: Planner) -> None:
         (lambda p: p["batch"].update(micro_batch_size="two"), r"batch\.micro_batch_size: 'two'"),
         (lambda p: p["batch"].update(micro_batch_size=0), r"at least 1"),
         (lambda p: p["loss"].update(kind="cunked"), r"loss\.kind: 'cunked'"),
-        (lambda p: p["loss"].update(chunk_tokens=-1), r"chunk_tokens must be at least 1"),
+        (
+            lambda p: p["loss"].update(chunk_tokens=-1),
+            r"chunk_tokens and slice_rows .* not -1",
+        ),
+        (lambda p: p["loss"].update(slice_rows=0), r"chunk_tokens and slice_rows .* 256 and 0"),
+        (lambda p: p["loss"].update(slice_rows="few"), r"loss\.slice_rows: 'few'"),
         (lambda p: p["checkpointing"].update(enabled="maybe"), r"checkpointing\.enabled: 'maybe'"),
         (
             lambda p: p["placement"].update(gradients="nvme"),

@@ -56,8 +56,8 @@ def _elsewhere(bill: MemoryTable, without: MemoryTable) -> str:
     host = sum(
         bill.peak_bytes(tier) - without.peak_bytes(tier) for tier in (Tier.HOST, Tier.PINNED)
     )
-    more = {"host": host, "nvme": bill.peak_bytes(Tier.NVME) - without.peak_bytes(Tier.NVME)}
-    return "".join(f"{format_bytes(n)} more on the {name}, " for name, n in more.items() if n > 0)
+    more = {"the host": host, "nvme": bill.peak_bytes(Tier.NVME) - without.peak_bytes(Tier.NVME)}
+    return "".join(f"{format_bytes(n)} more on {name}, " for name, n in more.items() if n > 0)
 
 
 def _wear(policies: Policies, pricing: Pricing) -> Iterator[str]:
@@ -160,7 +160,9 @@ def _whole_mib(count_bytes: int) -> int:
 
 
 def _longest_sequence_that_fits(policies: Policies, pricing: Pricing, limits: Limits) -> int | None:
-    """By halving; None if even the shortest does not fit."""
+    """By halving; None if even the shortest does not fit, or model states alone do not."""
+    if limits.missing_bytes(pricing.least_states(policies)) > 0:
+        return None
     length = pricing.workload.sequence_length // 2
     while length >= _SHORTEST_SEQUENCE:
         workload = replace(

@@ -108,17 +108,26 @@ class FirstFit:
 
     def _least(self, entry: _Entry) -> _Entry | None:
         """The entry with as many layers as the bill of all of them says are missing; None where
-        the device is too small for the rest, or large enough for nothing that leaves."""
+        no number of them could do, or the device is large enough for nothing that leaves."""
         fitting, whole = self.fitting, entry.whole
         limit = fitting.limits.device_bytes
         assert entry.name is not None
-        if limit is None or not fitting.could_fit_the_device(whole) or fitting.refusal(whole):
+        if limit is None or not self._could_do(whole, entry.name) or fitting.refusal(whole):
             return None
         run, bill = fitting.pricing.counts(whole), fitting.pricing.bill(whole)
         layers = least_leaving(whole, entry.name, bill, run, limit)
         if layers is None:
             return None
         return self._entry(entry.number, whole, entry.name, layers, 1)
+
+    def _could_do(self, whole: Policies, name: str) -> bool:
+        """Whether nothing says yet that the device is too small for what stays, or another tier for
+        what leaves, whatever the number of layers; asks for no bill."""
+        layers = self._layers(whole)
+        return self.fitting.could_fit_the_device(whole) and any(
+            self.fitting.could_fit(with_fraction(whole, name, fraction_of(leaving, layers)))
+            for leaving in range(1, layers + 1)
+        )
 
     def _more(self, entry: _Entry) -> _Entry | None:
         """The entry with what its own bill has shown to be missing on the device as well; None

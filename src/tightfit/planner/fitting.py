@@ -54,6 +54,10 @@ class Fitting:
         device = Limits(device_bytes=self.limits.device_bytes)
         return device.missing_bytes(self.pricing.least_bill(policies)) <= 0
 
+    def could_fit(self, policies: Policies) -> bool:
+        """Whether nothing says yet that it does not fit."""
+        return self.limits.missing_bytes(self.pricing.least_bill(policies)) <= 0
+
     def refusal(self, policies: Policies) -> str | None:
         """Why the engine cannot do it with this model; None where it can."""
         try:

@@ -62,9 +62,15 @@ class Options:
         return next(self.candidates())
 
     def leanest(self, adapter: AdapterPolicy | None = None) -> list[Policies]:
-        """For each placement the smallest batch with every technique that is open."""
-        placements = self.placements(adapter)
-        return list(self.candidates(adapter))[-len(placements) :]
+        """The smallest batch with every technique that is open, for each placement and each loss
+        that saves: which saves most is a matter of the vocabulary."""
+        losses = [loss for loss in self.losses if loss.kind is not LossKind.FULL] or self.losses
+        leanest = (self.batches[-1], self.checkpointing[-1])
+        return [
+            policies
+            for policies in self.candidates(adapter)
+            if (policies.batch, policies.checkpointing) == leanest and policies.loss in losses
+        ]
 
     def placements(self, adapter: AdapterPolicy | None = None) -> tuple[PlacementPolicy, ...]:
         """The nearest to the device first; see `candidates`."""

@@ -171,6 +171,11 @@ def uses_disk(placement: PlacementPolicy) -> bool:
     return Tier.NVME in (placement.optimizer_states, placement.parameters)
 
 
+def divides_layers(placement: PlacementPolicy) -> bool:
+    """Whether some layers are placed otherwise than others."""
+    return min(placement.optimizer_fraction, placement.parameter_fraction) < 1
+
+
 def without_placement(policies: Policies) -> Iterator[tuple[str, Policies]]:
     """`policies` with one thing back on the device, by the name of what was off it.
 
@@ -186,10 +191,10 @@ def without_placement(policies: Policies) -> Iterator[tuple[str, Policies]]:
             optimizer_fraction=1.0,
             lazy_step=False,
         )
-        name = f"{percent(placement.optimizer_fraction)}gradients and optimizer on {_at(states)}"
+        name = percent(placement.optimizer_fraction) + _what_is_updated(placement)
         if policies.adapter is None and parameters is not Tier.DEVICE:
             nearer = replace(nearer, parameters=Tier.DEVICE, parameter_fraction=1.0)
-            name += ", and parameters after them"
+            name += ", without which parameters cannot leave"
         yield name, replace(policies, placement=nearer)
     if parameters is not Tier.DEVICE:
         nearer = replace(placement, parameters=Tier.DEVICE, parameter_fraction=1.0)
@@ -198,6 +203,14 @@ def without_placement(policies: Policies) -> Iterator[tuple[str, Policies]]:
     if placement.activations is not Tier.DEVICE:
         nearer = replace(placement, activations=Tier.DEVICE)
         yield "activations on the host", replace(policies, placement=nearer)
+
+
+def _what_is_updated(placement: PlacementPolicy) -> str:
+    """Gradients and states by where they are."""
+    gradients, states = placement.gradients, placement.optimizer_states
+    if gradients is states or gradients is Tier.DEVICE:
+        return f"gradients and optimizer on {_at(states)}"
+    return f"optimizer on {_at(states)}, its gradients on {_at(gradients)}"
 
 
 def _at(tier: Tier) -> str:

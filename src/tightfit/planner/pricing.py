@@ -15,6 +15,7 @@ from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.workload import Workload
 from tightfit.planner.bounds import LowerBounds
+from tightfit.planner.placements import divides_layers
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import ModelCost, predict_step_time
@@ -41,6 +42,10 @@ def fields_of(config: Config) -> Mapping[str, Any]:
 
 def whole_bill(run: DryRun, policies: Policies, card: Capability | None) -> MemoryTable:
     """A dry run's table, what a card holds beside tensors, and the margin."""
+    return _whole(run.table, policies, card)
+
+
+def _whole(table: MemoryTable, policies: Policies, card: Capability | None) -> MemoryTable:
     sharding = policies.sharding
     sizes = (sharding.data_parallel, sharding.tensor_parallel, sharding.pipeline_parallel)
     runtime = runtime_bytes(
@@ -50,7 +55,6 @@ def whole_bill(run: DryRun, policies: Policies, card: Capability | None) -> Memo
         link=likely_link(card),
         all_reduces=sharding.zero_stage == 0 or sharding.tensor_parallel > 1,
     )
-    table = run.table
     if runtime.total_bytes:
         table = table.plus(Tier.DEVICE, Kind.RUNTIME, runtime.total_bytes)
     return table.with_margin()
@@ -71,10 +75,17 @@ class Pricing:
     rates: Rates
     card: Capability | None = None
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
-    _least: LowerBounds = field(default_factory=LowerBounds)
+    _least: LowerBounds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._least = LowerBounds(self.workload.sequence_length)
 
     def run(self, policies: Policies, *, full_depth: bool = False) -> DryRun:
-        """The dry run of `policies`; what the optimizer's numbers are does not matter to it."""
+        """The dry run of `policies`; what the optimizer's numbers are does not matter to it.
+
+        Where some layers are placed otherwise than others it is always of all of them.
+        """
+        full_depth = full_depth or divides_layers(policies.placement)
         optimizer = policies.optimizer
         states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
         key = (replace(policies, optimizer=states), full_depth)
@@ -82,7 +93,7 @@ class Pricing:
             self._runs[key] = dry_run(
                 self.config, policies, self.workload, full_depth=full_depth, card=self.card
             )
-            self._least.learn(policies, self._runs[key].table)
+            self._least.learn(policies, self._runs[key])
         return self._runs[key]
 
     def bill(self, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
@@ -96,7 +107,8 @@ class Pricing:
 
     def least_bill(self, policies: Policies) -> MemoryTable:
         """A lower bound from closed forms and from the dry runs so far; it makes none."""
-        return self._least.table(policies, self.counts(policies))
+        least = self._least.table(policies, self.counts(policies))
+        return _whole(least, policies, self.card)
 
     def step_time(self, policies: Policies) -> StepTime:
         """Predicted seconds of one optimizer step."""

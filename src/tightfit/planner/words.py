@@ -115,13 +115,19 @@ def _describe_placement(policies: Policies) -> Iterator[str]:
     placement = policies.placement
     if placement.optimizer_states is not Tier.DEVICE:
         share, lazy = percent(placement.optimizer_fraction), placement.lazy_step
-        where = _PLACE_NAMES[placement.optimizer_states]
-        yield f"{share}gradients + optimizer on {where}" + (", lazy step" if lazy else "")
+        yield share + _what_is_updated(placement) + (", lazy step" if lazy else "")
     if placement.parameters is not Tier.DEVICE:
         share = percent(placement.parameter_fraction)
         yield f"{share}parameters on {_PLACE_NAMES[placement.parameters]}"
     if placement.activations is not Tier.DEVICE:
         yield f"activations on {_PLACE_NAMES[placement.activations]}"
+
+
+def _what_is_updated(placement: PlacementPolicy) -> str:
+    gradients, states = placement.gradients, placement.optimizer_states
+    if gradients is states or gradients is Tier.DEVICE:
+        return f"gradients + optimizer on {_PLACE_NAMES[states]}"
+    return f"optimizer on {_PLACE_NAMES[states]} + gradients on {_PLACE_NAMES[gradients]}"
 
 
 def percent(fraction: float) -> str:
