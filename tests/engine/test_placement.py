@@ -125,7 +125,7 @@ def test_a_placement_changes_nothing(
         batch=BatchPolicy(2, accumulation),
     )
     placed = replace(resident, placement=PLACEMENTS[placement])
-    assert_same(run(placed, steps=4, **LONG), run(resident, steps=4, **LONG))
+    assert_same(run(placed, steps=3, **LONG), run(resident, steps=3, **LONG))
 
 
 @pytest.fixture(scope="module")

@@ -33,17 +33,18 @@ from tightfit.policies import (
 Make = Callable[..., Any]
 Change = Callable[[nn.Module, int], None]
 LAYERS = 3
+SOME = ("gradients late", "all on host", "some parameters", "all on nvme", "parameters on nvme")
 PLAIN = Policies(optimizer=OPTIMIZERS[OptimizerName.ADAMW], batch=BatchPolicy(2, 2))
 
 
 def skip_the_last_layer_in_some_steps(model: nn.Module, step: int) -> None:
-    model.config.num_hidden_layers = LAYERS - (step in (1, 2))  # type: ignore[union-attr]
+    model.config.num_hidden_layers = LAYERS - (step == 1)  # type: ignore[union-attr]
 
 
 def pass_by_the_middle_layer_in_some_steps(model: nn.Module, step: int) -> None:
     layer = model.model.layers[1]  # type: ignore[index, union-attr]
     vars(layer).pop("forward", None)
-    if step in (1, 2):
+    if step == 1:
         layer.forward = lambda hidden, *args, **kwargs: hidden
 
 
@@ -80,13 +81,13 @@ CHANGES: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", SOME)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_step_like_no_other(run: Make, placement: str, change: Change) -> None:  # noqa: F811
     sizes = {"num_hidden_layers": LAYERS}
     placed = replace(PLAIN, placement=PLACEMENTS[placement])
-    expected = run(PLAIN, steps=4, change=change, **sizes)
-    assert_same(run(placed, steps=4, change=change, **sizes), expected)
+    expected = run(PLAIN, steps=3, change=change, **sizes)
+    assert_same(run(placed, steps=3, change=change, **sizes), expected)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -102,7 +103,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", SOME)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_techniques_go_with_it(run: Make, placement: str, variant: str) -> None:  # noqa: F811
     keys = dict(VARIANTS[variant])
@@ -116,11 +117,11 @@ def test_other_techniques_go_with_it(run: Make, placement: str, variant: str) ->
     ):
         pytest.skip("a split master goes where its parameter is")
     assert_same(
-        run(replace(resident, placement=chosen), steps=4, **sizes), run(resident, steps=4, **sizes)
+        run(replace(resident, placement=chosen), steps=3, **sizes), run(resident, steps=3, **sizes)
     )
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", SOME)
 def test_parameters_without_gradients_stay_as_they_are(
     run: Make,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

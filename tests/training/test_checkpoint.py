@@ -156,13 +156,13 @@ def test_a_run_may_go_on_on_another_device(
 
     first = run_job(max_steps=2)
     path = first.result.checkpoint / "optimizer.safetensors"
-    here = checkpoints._optimizer_tensors
+    here = checkpoints._random_states
     extra = ("device_random_state", torch.zeros(16, dtype=torch.uint8))
     if saved_on == "card":
         save_file({**load_file(path), extra[0]: extra[1]}, path)
     else:
         monkeypatch.setattr(
-            checkpoints, "_optimizer_tensors", lambda engine: [*here(engine), extra]
+            checkpoints, "_random_states", lambda engine: {**here(engine), extra[0]: extra[1]}
         )
     rest = run_job(max_steps=4, resume=True)
     assert [record.step for record in rest.result.records] == [3, 4]
