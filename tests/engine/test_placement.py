@@ -157,3 +157,19 @@ def test_no_combination_changes_anything(
         resident_runs[resident] = run(resident, **LONG)
     placed = replace(resident, placement=PLACEMENTS[placement])
     assert_same(run(placed, **LONG), resident_runs[resident])
+
+
+@pytest.mark.parametrize("placement", ["all on host", "parameters on nvme"])
+def test_what_is_away_reads_as_nan_and_state_dicts_have_the_values(
+    make_model: Make, make_batch: Make, tmp_path: Path, placement: str
+) -> None:
+    engine = fit(make_model(), Policies(placement=PLACEMENTS[placement]), offload_folder=tmp_path)
+    ids, labels = make_batch(0)
+    for _ in range(2):
+        engine.backward(engine.loss(ids, labels, 40))
+        engine.step()
+        for parameter in engine.model.parameters():
+            assert bool(parameter.detach().isnan().all())
+        assert all(bool(t.isfinite().all()) for t in engine.model.state_dict().values())
+    engine.evaluation_loss(ids, labels)
+    assert all(bool(p.detach().isnan().all()) for p in engine.model.parameters())

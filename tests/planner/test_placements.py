@@ -15,7 +15,14 @@ from tightfit.planner.placements import (
     without_placement,
 )
 from tightfit.planner.words import count_techniques, describe_policies
-from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies, Tier
+from tightfit.policies import (
+    AdapterPolicy,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    Tier,
+)
 
 MakeJob = Callable[..., Job]
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -145,6 +152,17 @@ def test_each_thing_comes_back_by_itself_where_it_can() -> None:
     back = dict(without_placement(adapted))["gradients and optimizer on the host"]
     assert back.placement.parameters is HOST
     assert back.placement.optimizer_states is DEVICE
+
+
+@pytest.mark.parametrize("tier", [HOST, NVME])
+def test_a_split_masters_parameters_do_not_come_back_alone(tier: Tier) -> None:
+    split = Policies(
+        placement=PlacementPolicy(HOST, tier, tier),
+        precision=PrecisionPolicy("bf16"),
+        optimizer=OptimizerPolicy(split_master=True),
+    )
+    (back,) = dict(without_placement(split)).values()
+    assert back.placement == PlacementPolicy()
 
 
 def test_a_share_is_said() -> None:

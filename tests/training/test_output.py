@@ -69,6 +69,14 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
         check_output_dir(job(tmp_path / "run"))
 
 
+def test_an_offload_folder_that_is_none(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.touch()
+    made = job(tmp_path / "run", offload_optimizer="nvme", offload_folder=str(taken))
+    with pytest.raises(ConfigError, match=r"offload_folder .*taken is a file, not a folder"):
+        check_output_dir(made)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **keys: Any) -> None:
         raise PermissionError(13, "Permission denied")

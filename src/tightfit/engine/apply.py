@@ -231,8 +231,8 @@ def _disk(placement: PlacementPolicy, folder: Path | None) -> DiskTier | None:
         return None
     if folder is None:
         raise ConfigError(
-            "this plan places something on nvme: say in which folder of a fast disk "
-            "(offload_folder)"
+            "this plan places something on nvme: say in which folder of a fast disk, "
+            "fit(model, plan, offload_folder=...)"
         )
     return DiskTier(folder)
 

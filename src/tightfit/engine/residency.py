@@ -1,8 +1,9 @@
 """Parameters whose values live elsewhere and are on the device between `fetch` and `free`.
 
 Their tensors stay what they are: keys, shapes, and views that autograd has saved; only the memory
-behind them comes and goes, and the ledger books it as it does. Knows neither units nor when
-anybody computes, and of where values live only that they can be sent from there.
+behind them comes and goes, and the ledger books it as it does. In between they read as NaN. Knows
+neither units nor when anybody computes, and of where values live only that they can be sent from
+there.
 
 On a card nothing here waits, but for a disk. Memory is taken and given back by the stream that is
 current, the one that computes, and torch's allocator hands it on in the order of that stream:
@@ -89,7 +90,9 @@ class Visitors:
     def __init__(self, homes: Mapping[nn.Parameter, Home], transfer: Transfer) -> None:
         self._transfer = transfer
         self._homes = homes
+        self._places: dict[nn.Parameter, torch.Tensor] = {}  # on the device, with memory or not
         self._storage_bytes: dict[nn.Parameter, int] = {}  # a shard's has padding
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
         self._arrivals: list[Arrival] = []
         self._reader: torch.cuda.Stream | None = None
         self._used = False
@@ -104,9 +107,10 @@ class Visitors:
         for parameter, home in self._homes.items():
             home.adopt(parameter, values(parameter))
             _ensure_own_storage(parameter, self._transfer.device)
-            storage = local_part(parameter).untyped_storage()
-            self._storage_bytes[parameter] = storage.nbytes()
-            storage.resize_(0)
+            place = local_part(parameter).data
+            self._places[parameter] = place
+            self._storage_bytes[parameter] = place.untyped_storage().nbytes()
+            self._give_memory_back(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -134,10 +138,31 @@ class Visitors:
         `data` has a version of its own: what autograd has saved gets the values back that it was
         saved with, which is no change, whenever the copy is done.
         """
-        local = local_part(parameter)
-        ledger.mark(local, Kind.PARAMETERS, Tier.DEVICE)
-        local.untyped_storage().resize_(self._storage_bytes[parameter])
-        return local.data
+        place = self._places[parameter]
+        ledger.mark(place, Kind.PARAMETERS, Tier.DEVICE)
+        place.untyped_storage().resize_(self._storage_bytes[parameter])
+        if not isinstance(parameter, DTensor):
+            parameter.data = place
+        return place
+
+    def _give_memory_back(self, parameter: nn.Parameter) -> None:
+        """Leave a parameter without memory, and with NaN for whoever reads it all the same.
+
+        torch does not check and would read what is not there. A shard is gathered by FSDP2 alone.
+        """
+        self._places[parameter].untyped_storage().resize_(0)
+        if not isinstance(parameter, DTensor):
+            parameter.data = self._nothing_like(parameter).expand(parameter.shape)
+
+    def _nothing_like(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A value that stands for none, on the device."""
+        if parameter.dtype not in self._nothing:
+            value = torch.nan if parameter.dtype.is_floating_point else 0
+            with ledger.labelled(Kind.BUFFERS, Tier.DEVICE):
+                self._nothing[parameter.dtype] = torch.full(
+                    (), value, dtype=parameter.dtype, device=self._transfer.device
+                )
+        return self._nothing[parameter.dtype]
 
     def bring(self, parameter: nn.Parameter) -> None:
         """Have one of them on the device, for somebody who changes it there; the others are not."""
@@ -146,9 +171,8 @@ class Visitors:
 
     def take_back(self, parameter: nn.Parameter) -> None:
         """Make what is on the device the parameter's values, after `bring`."""
-        local = local_part(parameter)
-        self._homes[parameter].adopt(parameter, local.data)
-        local.untyped_storage().resize_(0)
+        self._homes[parameter].adopt(parameter, self._places[parameter])
+        self._give_memory_back(parameter)
 
     def order(self) -> None:
         """Let the current stream find the values from now on.
@@ -181,7 +205,7 @@ class Visitors:
         if self._reader is not None:
             torch.cuda.current_stream(self._transfer.device).wait_stream(self._reader)
         for parameter in self._homes:
-            local_part(parameter).untyped_storage().resize_(0)
+            self._give_memory_back(parameter)
         self._arrivals.clear()
         self._reader = None
         self.are_here = self._used = False

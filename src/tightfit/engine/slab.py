@@ -30,8 +30,8 @@ from tightfit.units import format_bytes
 
 HUGE_PAGE_BYTES = 2**21  # where memory begins that can be huge pages, which disks and cards like
 _ADVICE = (
-    "let less leave the device (a smaller optimizer_fraction or parameter_fraction) or let it go "
-    "to nvme"
+    "let less leave the device (a smaller offload_optimizer_fraction or offload_param_fraction, no "
+    "offload_activations) or let it go to nvme"
 )
 
 

@@ -196,7 +196,8 @@ def without_placement(policies: Policies) -> Iterator[tuple[str, Policies]]:
             nearer = replace(nearer, parameters=Tier.DEVICE, parameter_fraction=1.0)
             name += ", without which parameters cannot leave"
         yield name, replace(policies, placement=nearer)
-    if parameters is not Tier.DEVICE:
+    follows = policies.optimizer.split_master and states is not Tier.DEVICE  # is half in them
+    if parameters is not Tier.DEVICE and not follows:
         nearer = replace(placement, parameters=Tier.DEVICE, parameter_fraction=1.0)
         share = percent(placement.parameter_fraction)
         yield f"{share}parameters on {_at(parameters)}", replace(policies, placement=nearer)

@@ -135,7 +135,8 @@ def _check_prompt(job: Job) -> None:
 
 
 def make_plan(run: PreparedRun) -> Plan:
-    """Decide how to train; a resumed run goes on with its own plan as long as that fits.
+    """Decide how to train; a resumed run goes on with its own plan as long as that fits and is not
+    what the job's keys say now.
 
     Raises:
         DoesNotFitError: nothing fits.
@@ -145,8 +146,8 @@ def make_plan(run: PreparedRun) -> Plan:
         same = job.model_copy(update={"plan": str(own_plan)})
         try:
             return plan_job(same, run.config, run.workload, run.hardware)
-        except DoesNotFitError:
-            pass  # the machine or the limit is another one now
+        except (DoesNotFitError, ConfigError):
+            pass  # the machine, the limit or what the job asks for is another one now
     return plan_job(job, run.config, run.workload, run.hardware)
 
 
