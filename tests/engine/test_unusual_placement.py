@@ -33,7 +33,7 @@ from tightfit.policies import (
 Make = Callable[..., Any]
 Change = Callable[[nn.Module, int], None]
 LAYERS = 3
-SOME = ("gradients late", "all on host", "some parameters", "all on nvme", "parameters on nvme")
+SOME = ("gradients late", "all on host", "some parameters", "parameters on nvme")
 PLAIN = Policies(optimizer=OPTIMIZERS[OptimizerName.ADAMW], batch=BatchPolicy(2, 2))
 
 

@@ -35,8 +35,7 @@ PLACES: dict[str, Keys] = {
     "all on disk": {"offload_optimizer": "nvme", "offload_param": "nvme", "lazy_step": "true"},
 }
 PAIRS = [
-    ("disk", "disk"), ("disk", "host"), ("host", "all on disk"), ("all on disk", "device"),
-    ("device", "host"),
+    ("disk", "disk"), ("host", "all on disk"), ("all on disk", "device"), ("device", "host"),
 ]  # fmt: skip
 
 
