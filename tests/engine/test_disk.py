@@ -20,8 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tightfit.bill.on_disk import BLOCK_BYTES
 from tightfit.bill.table import Kind
-from tightfit.engine.disk import BLOCK_BYTES, Disk, DiskError, DiskFile, check_free
+from tightfit.engine.disk import Disk, DiskError, DiskFile, check_free
 from tightfit.engine.slab import HostSlab
 from tightfit.errors import DoesNotFitError, TrainingError
 from tightfit.units import MIB

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tightfit.bill.on_disk import BLOCK_BYTES
 from tightfit.bill.table import Kind
 from tightfit.engine import pipeline
-from tightfit.engine.disk import BLOCK_BYTES, DiskError
+from tightfit.engine.disk import DiskError
 from tightfit.engine.pipeline import BookedFile, Buffers, DiskTier, Part, ReadAhead, Writes, spans
 from tightfit.engine.slab import HostSlab
 from tightfit.errors import DoesNotFitError

@@ -12,14 +12,14 @@ from tightfit.bill.optimizers import BLOCK_8BIT
 from tightfit.bill.shards import ceil_divide
 
 SLOTS = 2  # what is current, and what the step that runs makes of it
-_BLOCK_BYTES = 4096  # of a disk
+BLOCK_BYTES = 4096  # places, sizes and buffers of direct requests are multiples of this
 _PIECE_VALUES = 2**21
 _ALIGN_BYTES = 64  # of each state in a record
 
 
 def whole_blocks(size_bytes: int) -> int:
     """As many bytes in whole blocks of a disk."""
-    return ceil_divide(size_bytes, _BLOCK_BYTES) * _BLOCK_BYTES
+    return ceil_divide(size_bytes, BLOCK_BYTES) * BLOCK_BYTES
 
 
 def record_bytes(values: int, widths: Sequence[int], *, scales: int = 0) -> int:
@@ -44,5 +44,5 @@ def _pieces(values: int) -> list[int]:
     if values == 0:
         return []
     even = ceil_divide(values, ceil_divide(values, _PIECE_VALUES))
-    run = ceil_divide(even, _BLOCK_BYTES) * _BLOCK_BYTES
+    run = ceil_divide(even, BLOCK_BYTES) * BLOCK_BYTES
     return [min(run, values - begin) for begin in range(0, values, run)]

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
+from tightfit.bill.on_disk import BLOCK_BYTES
 from tightfit.engine.slab import memory_of
 from tightfit.engine.transfer import Arrival
 from tightfit.errors import DoesNotFitError, TrainingError
 from tightfit.units import format_bytes
 
-BLOCK_BYTES = 4096  # places, sizes and buffers of direct requests are multiples of this
 _SECTOR_BYTES = 512  # where a direct request that was cut short may go on
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

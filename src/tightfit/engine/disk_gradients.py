@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tightfit import ledger
+from tightfit.bill.on_disk import whole_blocks
 from tightfit.bill.table import Kind
 from tightfit.engine.pipeline import (
     BookedFile,
@@ -26,7 +27,6 @@ from tightfit.engine.pipeline import (
     Part,
     ReadAhead,
     spans,
-    whole_blocks,
 )
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.errors import TrainingError

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tightfit import ledger
+from tightfit.bill.on_disk import whole_blocks
 from tightfit.bill.table import Kind
 from tightfit.engine.carrier import Carrier, values_in
 from tightfit.engine.pipeline import (
@@ -30,7 +31,6 @@ from tightfit.engine.pipeline import (
     ReadAhead,
     Writes,
     spans,
-    whole_blocks,
 )
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival, Transfer

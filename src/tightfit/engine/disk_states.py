@@ -22,12 +22,13 @@ import torch
 from torch import nn
 
 from tightfit import ledger
+from tightfit.bill.on_disk import whole_blocks
 from tightfit.bill.table import Kind
 from tightfit.engine.arithmetic import Numbers
 from tightfit.engine.disk_gradients import DiskGradient
 from tightfit.engine.disk_parameters import DiskParameters
 from tightfit.engine.disk_records import MASTER, Entries, Record, Records, States
-from tightfit.engine.pipeline import DiskTier, Part, ReadAhead, whole_blocks
+from tightfit.engine.pipeline import DiskTier, Part, ReadAhead
 from tightfit.engine.rules import REMAINDER, Piece, Rule, Scratch
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival, Transfer

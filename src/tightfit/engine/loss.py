@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
-from tightfit.engine.sliced_loss import IGNORED, SlicedLoss
+from tightfit.engine.sliced_loss import IGNORED, SlicedLoss, next_token_targets
 from tightfit.errors import UnsupportedError
 from tightfit.facts.logits import logit_transform
 from tightfit.policies import LossKind, LossPolicy
@@ -131,8 +131,7 @@ def chunked_causal_loss(
         chunk_tokens: positions whose logits live at the same time.
         trained_tokens: divisor of the sum; the count of these labels when None.
     """
-    targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
-    divisor = (targets != IGNORED).sum() if trained_tokens is None else trained_tokens
+    targets, divisor = next_token_targets(labels, trained_tokens)
     flat = hidden.reshape(-1, hidden.shape[-1])
     with_gradients = torch.is_grad_enabled() and (flat.requires_grad or head.weight.requires_grad)
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]

@@ -20,9 +20,10 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit import ledger
+from tightfit.bill.on_disk import BLOCK_BYTES, whole_blocks
 from tightfit.bill.shards import ceil_divide
 from tightfit.bill.table import Kind
-from tightfit.engine.disk import BLOCK_BYTES, Disk, DiskFile, check_free
+from tightfit.engine.disk import Disk, DiskFile, check_free
 from tightfit.engine.slab import HostSlab, Reserved
 from tightfit.engine.transfer import THERE, Arrival
 from tightfit.errors import TrainingError
@@ -31,11 +32,6 @@ from tightfit.policies import Tier
 PIECE_VALUES = 2**21  # of a parameter; with fp32 states and gradient 32 MiB, a disk's full rate
 BUFFERS = 6  # reading, computing and writing are all busy; with 3 a step takes a fifth longer
 _HELD = 4  # of them: one in use, the others being read
-
-
-def whole_blocks(size_bytes: int) -> int:
-    """As many bytes in whole blocks of a disk."""
-    return ceil_divide(size_bytes, BLOCK_BYTES) * BLOCK_BYTES
 
 
 def spans(values: int) -> list[tuple[int, int]]:

@@ -24,6 +24,19 @@ IGNORED = -100
 Deliver = Callable[[nn.Parameter, Iterator[torch.Tensor]], None]
 
 
+def next_token_targets(
+    labels: torch.Tensor, trained_tokens: int | torch.Tensor | None
+) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """What each position is trained to predict, `[tokens]`, and what the sum is divided by.
+
+    Args:
+        labels: `[batch, seq]`; the target of position i is label i + 1, of the last none.
+        trained_tokens: the divisor; the count of targets that are not -100 when None.
+    """
+    targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+    return targets, (targets != IGNORED).sum() if trained_tokens is None else trained_tokens
+
+
 class SlicedLoss:
     """The loss of one output layer.
 
@@ -52,8 +65,7 @@ class SlicedLoss:
             labels: `[batch, seq]`; position i is trained to predict label i + 1.
             trained_tokens: divisor of the sum; the count of these labels when None.
         """
-        targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
-        divisor = (targets != IGNORED).sum() if trained_tokens is None else trained_tokens
+        targets, divisor = next_token_targets(labels, trained_tokens)
         flat = hidden.reshape(-1, hidden.shape[-1])
         loss: torch.Tensor = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             flat, self.head.weight, self.head.bias, targets, divisor, self

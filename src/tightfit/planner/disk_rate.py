@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from tightfit.bill.on_disk import BLOCK_BYTES
 from tightfit.bill.table import Kind
-from tightfit.engine.disk import BLOCK_BYTES, Disk, DiskError, DiskFile
+from tightfit.engine.disk import Disk, DiskError, DiskFile
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival
 from tightfit.errors import DoesNotFitError
