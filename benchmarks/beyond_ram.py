@@ -31,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tightfit.engine.apply import fit
 from tightfit.engine.disk import check_free
 from tightfit.engine.engine import Engine
+from tightfit.engine.regions import Region
 from tightfit.ledger import Ledger
 from tightfit.policies import (
     CheckpointingPolicy,
@@ -159,7 +160,7 @@ def start(model: LlamaForCausalLM, folder: Path, result: Result) -> Engine:
     return engine
 
 
-def fill(name: str, values: torch.Tensor) -> None:
+def fill(name: str, values: torch.Tensor, region: Region) -> None:
     """Random weights, the same at every run; norms begin with 1."""
     if values.ndim == 1:
         values.fill_(1.0)

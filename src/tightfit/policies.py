@@ -83,6 +83,11 @@ class ShardingPolicy:
         """Ranks that see different sequences."""
         return self.ranks // (self.tensor_parallel * self.pipeline_parallel)
 
+    @property
+    def shares_model(self) -> bool:
+        """Whether a rank holds a part of the model only."""
+        return self.ranks > 1 and (self.zero_stage > 0 or self.tensor_parallel > 1)
+
 
 @dataclass(frozen=True)
 class LossPolicy:

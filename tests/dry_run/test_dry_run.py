@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.sharded_runs import without_values
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -146,14 +147,14 @@ def test_extrapolated_bill_is_what_a_real_run_takes(case: str) -> None:
     extrapolated = dry_run(config, policies, WORKLOAD)
     full = dry_run(config, policies, WORKLOAD, full_depth=True)
     model = real_model(config, policies)
-    measured = measure(model, policies, WORKLOAD)
+    measured, engine = measure(model, policies, WORKLOAD)
 
     assert extrapolated == full
     assert totals(full.table) == totals(measured)
     assert full.table.peaks[Phase.STEP] == measured.peaks[Phase.STEP], "kinds as well"
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [p for p in engine.model.parameters() if p.requires_grad]
     assert full.trainable == sum(parameter.numel() for parameter in trainable)
-    assert full.trainable + full.frozen == sum(p.numel() for p in model.parameters())
+    assert full.trainable + full.frozen == sum(p.numel() for p in engine.model.parameters())
 
 
 def real_model(config: PretrainedConfig, policies: Policies) -> PreTrainedModel:
@@ -163,16 +164,18 @@ def real_model(config: PretrainedConfig, policies: Policies) -> PreTrainedModel:
     return model
 
 
-def measure(model: PreTrainedModel, policies: Policies, workload: Workload) -> MemoryTable:
-    """Two optimizer steps and an evaluation on real tensors."""
+def measure(
+    model: PreTrainedModel, policies: Policies, workload: Workload
+) -> tuple[MemoryTable, Engine]:
+    """Two optimizer steps and an evaluation on real tensors, of a model without values at first."""
+    empty, fill = without_values(model)
     with Ledger() as counting:
-        counting.adopt(model)
-        engine = fit(model, policies)
+        engine = fit(empty, policies, values=fill)
         for _ in range(2):
             one_step(engine, policies, workload)
         batch = real_batch(workload.evaluation_batch_size, workload.evaluation_sequence_length)
         engine.evaluation_loss(*batch)
-    return counting.table()
+    return counting.table(), engine
 
 
 def one_step(engine: Engine, policies: Policies, workload: Workload) -> None:

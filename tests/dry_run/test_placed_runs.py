@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.dry_run.test_dry_run import one_step, real_batch
+from tests.engine.sharded_runs import without_values
 from tests.engine.test_placement import PLACEMENTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,11 +45,9 @@ def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 def measure(policies: Policies, folder: Path) -> MemoryTable:
     """Three optimizer steps, the lazy ones awaited, and an evaluation on real tensors."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(CONFIG)
-    stays = policies.placement.parameters is Tier.DEVICE
+    model, fill = without_values(LlamaForCausalLM(CONFIG))
     with Ledger() as counting:
-        counting.adopt(model, None if stays else Tier.HOST)
-        engine = fit(model, policies, device=torch.device("cpu"), offload_folder=folder)
+        engine = fit(model, policies, offload_folder=folder, values=fill)
         for _ in range(3):
             one_step(engine, policies, WORKLOAD)
             engine.drain()

@@ -8,7 +8,8 @@ and the ledger's table of each step) and `NAME.safetensors` (the parameters afte
 processes are forked after the imports, which take longer than everything else.
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
-`untied`, `short` (steps of fewer micro-batches than planned) and what happens in one of the steps:
+`untied`, `empty` (the model has no values until it is shared out), `short` (steps of fewer
+micro-batches than planned) and what happens in one of the steps:
 `peek` (an evaluation between backward and step), `discard` (a backward that is given up), `fail`
 (one that breaks off in the middle), `inf` (one rank's gradients are not finite) and `off` (the
 ledger is off).
@@ -45,6 +46,8 @@ from tightfit.engine.engine import Engine
 from tightfit.engine.layers import decoder_layers
 from tightfit.engine.quantisation import apply_quantisation
 from tightfit.engine.quantisation import import_library as import_quantisation
+from tightfit.engine.regions import Region
+from tightfit.engine.unloaded import Fill
 from tightfit.ledger import Ledger, table_of_sections
 from tightfit.policies import (
     AdapterPolicy,
@@ -119,6 +122,11 @@ CASES = {
         "3 accumulate bf16 host",
         "3 lora bf16 checkpoint off",
         "0 away accumulate slice",
+        "0 empty lora",
+        "1 empty accumulate untied",
+        "3 empty lora bf16",
+        "2 empty away checkpoint",
+        "3 empty far",
         "0 late accumulate untied",
         "1 away accumulate checkpoint",
         "1 late accumulate",
@@ -140,6 +148,7 @@ CASES = {
         "2 chunk checkpoint",
         "3 accumulate untied",
         "3 host lora inf",
+        "3 empty accumulate",
         "3 away accumulate untied",
     ],
 }
@@ -227,9 +236,13 @@ def run(
     counting, norms = Ledger(), []
     with counting:
         on_host = policies.placement.parameters is not Tier.DEVICE
-        counting.adopt(model, Tier.HOST if on_host else None)
+        values = None
+        if "empty" in words:
+            model, values = without_values(model)
+        else:
+            counting.adopt(model, Tier.HOST if on_host else None)
         apply_quantisation(model, policies.quantisation)
-        engine = fit(model, policies, offload_folder=folder / "disk")
+        engine = fit(model, policies, offload_folder=folder / "disk", values=values)
     for step in range(FAKE_STEPS if fake else STEPS):
         counting.chapter = str(step)
         unusual = words if step == UNUSUAL and not fake else []
@@ -254,6 +267,18 @@ def make_model(policies: Policies, *, tied: bool) -> PreTrainedModel:
     config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
+
+
+def without_values(model: PreTrainedModel) -> tuple[PreTrainedModel, Fill]:
+    """The model on the meta device, and what fills it."""
+    values = dict(model.named_parameters())
+
+    def fill(name: str, tensor: torch.Tensor, region: Region) -> None:
+        tensor.copy_(values[name].detach()[region])
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    return empty, fill
 
 
 def pieces(

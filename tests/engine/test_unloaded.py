@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from tightfit.bill.table import Kind
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
+from tightfit.engine.regions import Region
+from tightfit.engine.unloaded import Fill
 from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.ledger import Ledger
 from tightfit.policies import (
@@ -21,7 +23,6 @@ from tightfit.policies import (
     Policies,
     PrecisionPolicy,
     QuantisationPolicy,
-    ShardingPolicy,
     Tier,
 )
 
@@ -47,13 +48,13 @@ def on_meta(model: PreTrainedModel) -> PreTrainedModel:
     return unloaded
 
 
-def filling(model: PreTrainedModel) -> Callable[[str, torch.Tensor], None]:
+def filling(model: PreTrainedModel) -> Fill:
     """Values of a model, each of which is asked for once."""
     left = {name: value.detach().clone() for name, value in model.named_parameters()}
 
-    def fill(name: str, values: torch.Tensor) -> None:
+    def fill(name: str, values: torch.Tensor, region: Region) -> None:
         assert values.device == CPU
-        values.copy_(left.pop(name))
+        values.copy_(left.pop(name)[region])
 
     fill.left = left  # type: ignore[attr-defined]
     return fill
@@ -70,7 +71,7 @@ def numbers(engine: Engine, make_batch: MakeBatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("technique", ["full", "untied", "bf16", "lora"])
+@pytest.mark.parametrize("technique", ["full", "untied", "bf16", "lora", "qlora"])
 def test_it_trains_as_one_that_was_loaded(
     make_model: Make, make_batch: MakeBatch, tmp_path: Path, placement: str, technique: str
 ) -> None:
@@ -79,7 +80,8 @@ def test_it_trains_as_one_that_was_loaded(
     policies = Policies(
         placement=PLACEMENTS[placement],
         precision=PrecisionPolicy("bf16" if technique == "bf16" else "fp32"),
-        adapter=AdapterPolicy(rank=2) if technique == "lora" else None,
+        adapter=AdapterPolicy(rank=2) if "lora" in technique else None,
+        quantisation=QuantisationPolicy() if technique == "qlora" else None,
     )
     fill, empty = filling(model), on_meta(model)
     results: list[Any] = []
@@ -111,22 +113,23 @@ def test_somebody_has_to_fill_it(make_model: Make) -> None:
         fit(on_meta(make_model()), Policies())
 
 
-@pytest.mark.parametrize(
-    ("policies", "named"),
-    [
-        (Policies(adapter=AdapterPolicy(), quantisation=QuantisationPolicy()), "a quantised base"),
-        (Policies(sharding=ShardingPolicy(2, 3)), "several ranks"),
-    ],
-)
-def test_what_looks_at_values_is_refused(make_model: Make, policies: Policies, named: str) -> None:
+def test_a_buffer_that_is_saved_with_the_model_is_filled(make_model: Make) -> None:
     model = make_model()
-    with pytest.raises(UnsupportedError, match=f"for {named}, which needs its values"):
-        fit(on_meta(model), policies, values=filling(model))
+    model.register_buffer("odd", torch.arange(3.0))
+    values = {**dict(model.named_parameters()), "odd": model.odd}
+    empty = on_meta(model)
+    empty.register_buffer("odd", torch.empty(3, device="meta"))
+
+    def fill(name: str, tensor: torch.Tensor, region: Region) -> None:
+        tensor.copy_(values[name][region])
+
+    engine = fit(empty, Policies(), values=fill)
+    assert torch.equal(engine.model.odd, torch.arange(3.0))
 
 
 def test_a_buffer_that_nobody_computes_is_refused(make_model: Make) -> None:
     model = make_model()
     empty = on_meta(model)
-    empty.register_buffer("odd", torch.empty(3, device="meta"))
-    with pytest.raises(UnsupportedError, match=r"\.odd of this model is not computed"):
+    empty.register_buffer("odd", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(UnsupportedError, match=r"^odd of this model is not computed"):
         fit(empty, Policies(), values=filling(model))

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
+from tightfit.engine.regions import whole
 from tightfit.errors import ConfigError, TrainingError
 from tightfit.facts.job import Job
 from tightfit.training import checkpoint as checkpoints
+from tightfit.training import saved_states
 from tightfit.training.checkpoint import (
     Progress,
     latest_checkpoint,
@@ -22,6 +23,7 @@ from tightfit.training.checkpoint import (
     read_progress,
 )
 from tightfit.training.run import prepare
+from tightfit.training.tensor_file import Part
 
 MakeJob = Callable[..., Job]
 RunJob = Callable[..., Any]
@@ -37,19 +39,20 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def full(*arguments: Any, **keys: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def full_in_rust(*arguments: Any, **keys: Any) -> None:
-        raise SafetensorError("I/O error: No space left on device")
+    if place == "config":
+        from transformers import PretrainedConfig
 
-    if place == "model":
-        from transformers import PreTrainedModel
-
-        monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_in_rust)
+        monkeypatch.setattr(PretrainedConfig, "save_pretrained", full)
+    elif place == "room":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    elif place == "model":
+        monkeypatch.setattr(os, "pwrite", full)
     elif place == "tokenizer":
         from transformers import PreTrainedTokenizerBase
 
         monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
     elif place == "optimizer":
-        monkeypatch.setattr(checkpoints, "write_tensors", full)
+        monkeypatch.setattr(checkpoints, "state_parts", full)
     elif place == "state":
         monkeypatch.setattr(checkpoints, "asdict", full)
     elif place == "flush":
@@ -58,7 +61,9 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
         monkeypatch.setattr(Path, "rename", full)
 
 
-@pytest.mark.parametrize("place", ["model", "tokenizer", "optimizer", "state", "flush", "rename"])
+@pytest.mark.parametrize(
+    "place", ["config", "room", "model", "tokenizer", "optimizer", "state", "flush", "rename"]
+)
 def test_a_save_that_fails_leaves_the_checkpoint_before(
     run_job: RunJob, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,13 +161,13 @@ def test_a_run_may_go_on_on_another_device(
 
     first = run_job(max_steps=2)
     path = first.result.checkpoint / "optimizer.safetensors"
-    here = checkpoints._random_states
-    extra = ("device_random_state", torch.zeros(16, dtype=torch.uint8))
+    here = saved_states._random
+    name, state = "device_random_state", torch.zeros(16, dtype=torch.uint8)
     if saved_on == "card":
-        save_file({**load_file(path), extra[0]: extra[1]}, path)
+        save_file({**load_file(path), name: state}, path)
     else:
         monkeypatch.setattr(
-            checkpoints, "_random_states", lambda engine: {**here(engine), extra[0]: extra[1]}
+            saved_states, "_random", lambda engine: [*here(engine), Part(name, whole(state), state)]
         )
     rest = run_job(max_steps=4, resume=True)
     assert [record.step for record in rest.result.records] == [3, 4]

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tightfit.bill.table import Kind
+from tightfit.engine.apply import fit
 from tightfit.errors import InputError, ModelNotFoundError
 from tightfit.ledger import Ledger
-from tightfit.policies import Tier
-from tightfit.training.model import check_weights, load_model
+from tightfit.policies import Policies, PrecisionPolicy, Tier
+from tightfit.training.model import check_weights, open_model
 
-CPU = torch.device("cpu")
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 @pytest.fixture
@@ -28,12 +29,20 @@ def folder(tiny_model_folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_comes_in_the_type_asked_for_and_is_counted(folder: Path, dtype: torch.dtype) -> None:
     with Ledger() as ledger:
-        model = load_model(folder, dtype, CPU)
-    parameters = list(model.parameters())
+        model, weights = open_model(folder, dtype)
+        engine = fit(model, Policies(precision=PrecisionPolicy(NAMES[dtype])), values=weights)
+    parameters = list(engine.model.parameters())
     assert {parameter.dtype for parameter in parameters} == {dtype}
     size = sum(parameter.nbytes for parameter in parameters)
     assert ledger.kinds(Tier.DEVICE)[Kind.PARAMETERS] == size
-    assert not [module for module in model.modules() if hasattr(module, "quantization")]
+
+
+def test_how_it_generates_comes_with_it(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    model, _ = open_model(folder, torch.float32)
+    assert model.generation_config is not None
+    assert model.generation_config.eos_token_id == 7
+    assert model.name_or_path == str(folder)
 
 
 @pytest.mark.parametrize("change", ["missing", "deeper", "reshaped"])
@@ -49,13 +58,13 @@ def test_weights_of_another_model(folder: Path, change: str) -> None:
         config["intermediate_size"] *= 2
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"not those of its config\.json"):
-        load_model(folder, torch.float32, CPU)
+        open_model(folder, torch.float32)
 
 
 def test_broken_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"half a")
-    with pytest.raises(InputError, match="are broken"):
-        load_model(folder, torch.float32, CPU)
+    with pytest.raises(InputError, match="is broken"):
+        open_model(folder, torch.float32)
 
 
 def test_pickles_are_never_read(folder: Path) -> None:
@@ -64,7 +73,7 @@ def test_pickles_are_never_read(folder: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="pickles, which are never read"):
         check_weights(folder)
     with pytest.raises(ModelNotFoundError, match="no weights"):
-        load_model(folder, torch.float32, CPU)
+        open_model(folder, torch.float32)
 
 
 def test_folders_with_weights_and_names_pass(folder: Path) -> None:

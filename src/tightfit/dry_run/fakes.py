@@ -26,6 +26,26 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+def make_fake(model: nn.Module) -> None:
+    """Put fake tensors, on the meta device too, in place of a model's on the meta device.
+
+    It is built without fakes, since a module may make a tensor of a number, which torch 2.13
+    does not fake on the meta device.
+    """
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            if tensor not in replaced:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                replaced[tensor] = (
+                    nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                )
+            setattr(module, own, replaced[tensor])
+
+
 class _AsRealTensors(TorchDispatchMode):
     """Answers what fake tensors do not.
 

@@ -1,7 +1,6 @@
 """What a training run does, once each: load, resume, a step, an evaluation, an answer, a save.
 
-Loading and saving are done by libraries that fake tensors cannot follow to the disk; here they
-allocate what those do, as their sources say.
+Fake tensors cannot be followed to the disk; what reads and writes files is said here.
 """
 
 from __future__ import annotations
@@ -11,48 +10,20 @@ from collections.abc import Mapping
 from itertools import chain
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
+from tightfit.engine.regions import Region
 from tightfit.facts.workload import Workload
-from tightfit.ledger import Kinds, Ledger, local_part
-from tightfit.policies import PlacementPolicy, Policies, Tier
-
-LOADING_THREADS = 4  # of transformers (core_model_loading.GLOBAL_WORKERS), one tensor each
+from tightfit.ledger import local_part
+from tightfit.policies import Policies, Tier
 
 
-def load(
-    model: PreTrainedModel, placement: PlacementPolicy, counting: Ledger, *, card: bool
-) -> None:
-    """Weights arrive one by one, through the host where there is a card; those that will not live
-    on the device stay there."""
-    ledger.set_phase(Phase.LOAD)
-    stay = placement.parameters is not Tier.DEVICE
-    counting.adopt(model, Tier.HOST if stay else None)
-    if card and not stay:
-        largest = max(_bytes(parameter) for parameter in model.parameters())
-        with ledger.labelled(Kind.TRANSFER, Tier.HOST):
-            on_their_way = torch.empty(LOADING_THREADS * largest, dtype=torch.uint8)
-        del on_their_way
-
-
-def load_shards(engine: Engine, *, card: bool) -> dict[Tier, Kinds]:
-    """What a rank holds while weights stream into its shards: they, and the largest tensor whole,
-    read on the host and cut on the device."""
-    parameters = list(engine.model.parameters())
-    largest = max(p.numel() * p.element_size() for p in parameters)
-    buffers = sum(map(_bytes, engine.model.buffers()))
-    shards = sum(_bytes(local_part(parameter)) for parameter in parameters)
-    device = {
-        Kind.PARAMETERS: shards,
-        Kind.COLLECTIVES: largest,
-        Kind.BUFFERS: buffers,
-    }
-    host = {Kind.TRANSFER: LOADING_THREADS * largest} if card else {}
-    return {tier: {} for tier in Tier} | {Tier.DEVICE: device, Tier.HOST: host}
+def fill(name: str, values: torch.Tensor, region: Region) -> None:
+    """Weights are read into the tensor given, and no other."""
 
 
 def resume(engine: Engine) -> None:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PretrainedConfig
 
 from tightfit import ledger
@@ -15,10 +16,10 @@ from tightfit.dry_run.allocator import CachingAllocator
 from tightfit.dry_run.assumed import exchange_states, in_flight, nearest, tensors_of
 from tightfit.dry_run.config import build_model
 from tightfit.dry_run.depth import SHALLOW, depths_of, extrapolate, with_depth
-from tightfit.dry_run.fakes import fake_tensors
+from tightfit.dry_run.fakes import fake_tensors, make_fake
 from tightfit.dry_run.kernels import card_kernels
 from tightfit.dry_run.pinned import pinned_host
-from tightfit.dry_run.program import evaluate, generate, load, load_shards, resume, save, train_step
+from tightfit.dry_run.program import evaluate, fill, generate, resume, save, train_step
 from tightfit.dry_run.ranks import fake_ranks
 from tightfit.dry_run.result import DryRun, Shape
 from tightfit.dry_run.sections import follow_layers
@@ -27,7 +28,6 @@ from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.layers import decoder_layers
 from tightfit.engine.precision import DTYPES
-from tightfit.engine.quantisation import apply_quantisation
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
 from tightfit.policies import Policies, Tier
@@ -148,18 +148,18 @@ def _program(config: PretrainedConfig, job: Job) -> _Counted:
     policies, card = job.policies, job.card
     if policies.adapter is not None:
         import_library()
+    with torch.device("meta"):
+        model = build_model(config, DTYPES[policies.precision.parameters])
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(policies.sharding.ranks))
         stack.enter_context(fake_tensors())
-        model = build_model(config, DTYPES[policies.precision.parameters])
-        apply_quantisation(model, policies.quantisation)  # while it streams in
+        make_fake(model)
         layers = decoder_layers(model)
         counting = stack.enter_context(Ledger())
         if card is not None:
             stack.enter_context(card_kernels(card))
             stack.enter_context(pinned_host())
-        load(model, policies.placement, counting, card=card is not None)
-        engine = fit(model, policies, offload_folder=Path())  # no file is made of fakes
+        engine = fit(model, policies, offload_folder=Path(), values=fill)  # no file is made
         allocator = CachingAllocator(expandable_segments=True)
         if card is not None:
             counting.replay_device(allocator.resize)
@@ -172,13 +172,6 @@ def _program(config: PretrainedConfig, job: Job) -> _Counted:
         generate(engine, job.workload)
         save(engine, policies, card=card is not None)
         sections = counting.sections()
-        if policies.sharding.ranks > 1:
-            # The model stood here whole before it was shared out; in a run it streams into shards.
-            sections[Phase.LOAD, ""] = load_shards(engine, card=card is not None)
-            resumed = sections[Phase.RESUME, ""]
-            host = dict(resumed[Tier.HOST])
-            host.pop(Kind.BUFFERS, None)  # what was read
-            sections[Phase.INIT, ""] = {**resumed, Tier.HOST: host}
     return _Counted(sections, allocator.max_reserved_bytes - _device_peak(sections))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from tightfit.engine.loss import apply_loss
 from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.pipeline import DiskTier
 from tightfit.engine.placement import state_tiers
-from tightfit.engine.quantisation import apply_quantisation, is_quantised
+from tightfit.engine.quantisation import apply_quantisation, is_quantised, quantising
 from tightfit.engine.ranks import OneRank, Ranks
 from tightfit.engine.sharding import apply_sharding
 from tightfit.engine.slab import HostSlab
@@ -72,7 +73,8 @@ def fit(
             on the device is best loaded on the host.
         offload_folder: on a fast disk, for what is placed on nvme.
         values: for a model built on the meta device, which may be larger than memory: called with
-            each parameter's name and a tensor on the host to fill, one at a time.
+            each parameter's name, a tensor on the host to fill, and which region of the parameter
+            that is, one at a time. Each of several ranks asks for its own part.
 
     Raises:
         UnsupportedError: the model cannot do what a policy asks.
@@ -87,9 +89,11 @@ def fit(
     check_engine_can(policies)
     ledger.set_phase(Phase.INIT)
     device = device or _device_of(model)
-    unloaded = Unloaded(model, policies, device, values)
     if not is_quantised(model):
-        apply_quantisation(model, policies.quantisation)
+        dtype = model.dtype
+        apply_quantisation(model, policies.quantisation, device)
+        values = None if values is None else quantising(values, model, dtype)
+    unloaded = Unloaded(model, device, values)
     adapted = apply_adapter(model, policies.adapter)
     if policies.adapter is not None:
         _adopt(adapted)
@@ -98,7 +102,9 @@ def fit(
     apply_checkpointing(model, policies.checkpointing)
     if not any(p.requires_grad for p in adapted.parameters()):
         raise ConfigError("nothing to train: all parameters of the model are frozen")
-    ranks = apply_sharding(adapted, model, policies)
+    shared = policies.sharding.shares_model
+    with unloaded.as_shapes(adapted) if shared else nullcontext():
+        ranks = apply_sharding(adapted, model, policies, device)
     setattr(model, _FITTED, True)
     adapted.train()
     return _place(adapted, model, policies, ranks, device, offload_folder, sliced, unloaded)
@@ -148,11 +154,12 @@ def _place(
     if disk is not None:
         disk.buffers.reserve(slab)
     slab.allocate()
-    if stream is not None:
-        stream.adopt(unloaded.values)
-        stream.is_final = optimizer.is_final
-        _move_the_rest(adapted, stream, device)
-    unloaded.load_the_rest(lambda p: stream is not None and stream.has(p))
+    with ledger.phase(Phase.LOAD) if unloaded else nullcontext():
+        if stream is not None:
+            stream.adopt(unloaded.values)
+            stream.is_final = optimizer.is_final
+            _move_the_rest(adapted, stream, device)
+        unloaded.load_the_rest(lambda p: stream is not None and stream.has(p))
     optimizer.create_states()
     _before_use(units, optimizer, stream)
     if placement.activations is not Tier.DEVICE:

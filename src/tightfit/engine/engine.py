@@ -18,6 +18,7 @@ from tightfit.engine.gradients import GradientStore
 from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.ranks import Ranks
 from tightfit.engine.streaming import ParameterStream
+from tightfit.ledger import local_part
 
 
 class Engine:
@@ -28,6 +29,7 @@ class Engine:
     Attributes:
         model: call it in your loop; its class is that of the model given, or peft's.
         optimizer: give it to a scheduler; its step belongs to `Engine.step`.
+        ranks: all ranks of the run, seen from this one.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Engine:
         self.model = model
         self.optimizer = optimizer
         self._gradients = gradients
-        self._ranks = ranks
+        self.ranks = ranks
         self._stream = stream
         self._accumulation_steps = accumulation_steps
         self._backward_calls = 0  # since the last step
@@ -93,7 +95,7 @@ class Engine:
         """
         ledger.set_phase(Phase.BACKWARD)
         self._backward_calls += 1
-        self._ranks.begin_backward(last=self._backward_calls >= self._accumulation_steps)
+        self.ranks.begin_backward(last=self._backward_calls >= self._accumulation_steps)
         loss.backward()
 
     def step(self) -> float:
@@ -106,7 +108,7 @@ class Engine:
         ledger.set_phase(Phase.STEP)
         self._backward_calls = 0
         self.optimizer.drain()  # gradients land where those of the last step were
-        self._ranks.finish_gradients()
+        self.ranks.finish_gradients()
         if self._stream is not None:
             self._stream.release()
         norm = self.optimizer.step(self._gradients.take(), self._gradients.norms())
@@ -114,13 +116,40 @@ class Engine:
         return float(norm)
 
     def drain(self) -> None:
-        """Return when every parameter has what the last `step` gave it."""
+        """Return when every parameter has what the last `step` gave it, each rank having its part
+        of those that are shared."""
         self.optimizer.drain()
+        self.ranks.settle()
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a parameter or buffer, of this rank's part, wherever they live. Those on
+        the disk are read into the host's memory. Drain first.
+
+        Raises:
+            DiskError: they cannot be read.
+        """
+        saved = None
+        if self._stream is not None and isinstance(tensor, nn.Parameter):
+            saved = self._stream.values_to_save(tensor)
+        return local_part(tensor).detach() if saved is None else saved
+
+    @torch.no_grad()
+    def load_values(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Make `values` those of a parameter, of this rank's part. Drain first.
+
+        Raises:
+            DiskError: they cannot be written.
+        """
+        if self._stream is not None:
+            self._stream.bring(parameter)
+        local_part(parameter).copy_(values)
+        if self._stream is not None:
+            self._stream.take_back(parameter)
 
     def discard_gradients(self) -> None:
         """Forget the gradients since the last step, for a step that is given up."""
         self._backward_calls = 0
-        self._ranks.discard_gradients()
+        self.ranks.discard_gradients()
         self._gradients.clear()
 
     @contextmanager

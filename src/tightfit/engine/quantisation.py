@@ -22,11 +22,14 @@ from transformers.pytorch_utils import Conv1D
 from tightfit import ledger
 from tightfit.bill.quantised import SCALES_PER_GROUP, check_quantisation, quantised_shapes
 from tightfit.bill.table import Kind
+from tightfit.engine.regions import Region, whole
+from tightfit.engine.unloaded import Fill
 from tightfit.errors import UnsupportedError
-from tightfit.policies import QuantisationPolicy
+from tightfit.policies import QuantisationPolicy, Tier
 
 # Weights quantised at a time: on the CPU the kernel itself takes about ten bytes for each.
 _WEIGHTS_AT_A_TIME = 2**22
+_PARTS = ("weight", "scales", "group_scales")
 # Classes derived from nn.Linear with a forward of their own that computes the same.
 _LINEAR_BY_ANOTHER_NAME = ("FalconLinear",)
 
@@ -49,12 +52,18 @@ def import_library() -> None:
     _scale_values()
 
 
-def apply_quantisation(model: PreTrainedModel, policy: QuantisationPolicy | None) -> None:
+def apply_quantisation(
+    model: PreTrainedModel, policy: QuantisationPolicy | None, device: torch.device | None = None
+) -> None:
     """Quantise every linear layer of the model but its output layer, in place and for good.
 
-    Each weight is freed before the next is quantised. Embeddings and norms stay what they are, and
+    Each weight is freed before the next is quantised; layers on the meta device become quantised
+    ones there, which `quantising` fills. Embeddings and norms stay what they are, and
     so do the experts of mixture models, which transformers keeps in three dimensions and not in
     linear layers. Do it before adapters are added.
+
+    Args:
+        device: where the model computes; where it is, when None.
 
     Raises:
         UnsupportedError: bitsandbytes is missing, the policy has no kernels, a weight cannot be
@@ -70,7 +79,7 @@ def apply_quantisation(model: PreTrainedModel, policy: QuantisationPolicy | None
             f"{type(model).__name__} has no linear layers to quantise, or is quantised already; "
             "leave quantization_bit out"
         )
-    scale_values = torch.tensor(_scale_values(), device=model.device)
+    scale_values = torch.tensor(_scale_values(), device=device or model.device)
     ledger.mark(scale_values, Kind.BUFFERS)
     for parent, name in places:
         setattr(parent, name, _quantised(getattr(parent, name), policy, scale_values))
@@ -115,7 +124,14 @@ class QuantisedLinear(nn.Linear):
         group_scales: uint8 `[groups + 1, 4]`, the bytes of fp32 numbers: a scale for each 256
             codes, then the offset of all; None unless doubly quantised.
         scale_values: fp32 `[256]`, the numbers that codes stand for; one for all layers.
+        is_transposed: whether files have the weight as `[in, out]`.
     """
+
+    weight: nn.Parameter
+    scales: nn.Parameter
+    group_scales: nn.Parameter | None
+    scale_values: torch.Tensor
+    is_transposed = False
 
     def __init__(
         self,
@@ -128,14 +144,9 @@ class QuantisedLinear(nn.Linear):
         nn.Module.__init__(self)  # not Linear's, which makes a whole weight
         self.out_features, self.in_features = weight.shape
         self.policy = policy
-        packed, scales = _quantise(weight, policy)
-        self.weight = _frozen(packed)
-        if policy.double:
-            codes, group_scales = _quantise_scales(scales, scale_values)
-            self.scales, self.group_scales = _frozen(codes), _frozen(group_scales)
-        else:
-            self.scales = _frozen(scales.view(torch.uint8).view(-1, 4))
-            self.register_parameter("group_scales", None)
+        parts = quantised_parts(weight, policy, scale_values)
+        for name in _PARTS:
+            self.register_parameter(name, _frozen(parts[name]) if name in parts else None)
         self.register_parameter("bias", bias)
         self.requires_grad_(False)
         self.register_buffer("scale_values", scale_values, persistent=False)
@@ -224,9 +235,54 @@ def _quantised(
     weight = module.weight.detach()
     rows_first = weight.T if isinstance(module, Conv1D) else weight
     layer = QuantisedLinear(rows_first, module.bias, policy, scale_values)
+    layer.is_transposed = isinstance(module, Conv1D)
     for parameter in layer.quantised_parameters():
         ledger.mark(parameter, Kind.PARAMETERS)
     return layer.train(module.training)
+
+
+def quantised_parts(
+    weight: torch.Tensor, policy: QuantisationPolicy, scale_values: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What `QuantisedLinear` keeps of a weight `[out, in]`, by the names that it has there."""
+    packed, scales = _quantise(weight, policy)
+    if not policy.double:
+        return {"weight": packed, "scales": scales.view(torch.uint8).view(-1, 4)}
+    codes, group_scales = _quantise_scales(scales, scale_values.to(weight.device))
+    return {"weight": packed, "scales": codes, "group_scales": group_scales}
+
+
+def quantising(fill: Fill, model: PreTrainedModel, dtype: torch.dtype) -> Fill:
+    """Fills a model with quantised layers by what fills the model that it was.
+
+    A weight is read whole and quantised where its layer computes, by every rank that keeps a part.
+
+    Args:
+        dtype: weights are read in.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantisedLinear)}
+    made: dict[str, torch.Tensor] = {}  # of the layer that is being filled
+
+    def fill_quantised(name: str, values: torch.Tensor, region: Region) -> None:
+        path, _, part = name.rpartition(".")
+        layer = layers.get(path)
+        if layer is None or part == "bias":
+            fill(name, values, region)
+            return
+        if name not in made:
+            made.clear()
+            shape = (layer.out_features, layer.in_features)
+            with ledger.labelled(Kind.TRANSFER, Tier.HOST):
+                weight = torch.empty(shape[::-1] if layer.is_transposed else shape, dtype=dtype)
+            fill(f"{path}.weight", weight, whole(weight))
+            with ledger.labelled(Kind.TEMPORARIES):
+                on_device = weight.to(layer.scale_values.device)
+                rows_first = on_device.T if layer.is_transposed else on_device
+                parts = quantised_parts(rows_first, layer.policy, layer.scale_values)
+            made.update({f"{path}.{key}": tensor for key, tensor in parts.items()})
+        values.copy_(made.pop(name)[region])
+
+    return fill_quantised
 
 
 def _quantise(

@@ -6,7 +6,7 @@ gradients of all ranks up and know the norm of all of them. Knows nothing of mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,6 +22,34 @@ class Ranks(Protocol):
     Gradients are summed, never averaged: each rank's loss is already divided by the trained
     tokens of the global batch.
     """
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that see different sequences."""
+        ...
+
+    @property
+    def data_ranks(self) -> int:
+        """How many see different sequences."""
+        ...
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of those that hold the same parameters or parts of them."""
+        ...
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether what this rank holds is part of the first copy of the parameters."""
+        ...
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sums over all that see different sequences, the same on every rank."""
+        ...
+
+    def settle(self) -> None:
+        """Between steps: parameters are what this rank keeps, nothing is whole for a while."""
+        ...
 
     def begin_backward(self, *, last: bool) -> None:
         """A backward comes; `last` if it is that of the planned last micro-batch of a step."""
@@ -47,6 +75,18 @@ class Ranks(Protocol):
 class OneRank:
     """A rank that shares nothing; see `Ranks`."""
 
+    data_rank = 0
+    data_ranks = 1
+    is_first = True
+    is_first_copy = True
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Its own."""
+        return list(values)
+
+    def settle(self) -> None:
+        """Nothing to do."""
+
     def begin_backward(self, *, last: bool) -> None:
         """Nothing to do."""
 
@@ -70,7 +110,8 @@ class Replicas:
     micro-batch must reach the same parameters, so that all sum the same ones in the same order.
 
     Args:
-        module: made equal on all ranks by sending rank 0's values.
+        module: made equal on all ranks by sending rank 0's values; what has no memory yet is read
+            by each from the same file.
         parameters: those that are trained.
         gradients_leave: whether gradients leave the device as they come, so that those of every
             micro-batch must be summed at once.
@@ -86,9 +127,34 @@ class Replicas:
         self._on_their_way: list[dist.Work] = []
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor, 0)
+                if tensor.untyped_storage().size():
+                    dist.broadcast(tensor, 0)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+
+    @property
+    def data_rank(self) -> int:
+        """See `Ranks.data_rank`."""
+        return dist.get_rank()
+
+    @property
+    def data_ranks(self) -> int:
+        """See `Ranks.data_ranks`."""
+        return dist.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """See `Ranks.is_first`."""
+        return dist.get_rank() == 0
+
+    is_first_copy = is_first
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """See `Ranks.total`."""
+        return summed(values, next(iter(self._parameters)).device)
+
+    def settle(self) -> None:
+        """Nothing to do: all that it holds is whole."""
 
     def begin_backward(self, *, last: bool) -> None:
         """See `Ranks.begin_backward`.
@@ -135,3 +201,11 @@ class Replicas:
             work.wait()
         self._on_their_way.clear()
         self._reduced.clear()
+
+
+def summed(values: Sequence[float], device: torch.device) -> list[float]:
+    """The sums over all ranks, in fp64."""
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(numbers)
+    found: list[float] = numbers.tolist()
+    return found

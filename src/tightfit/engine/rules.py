@@ -24,7 +24,7 @@ from tightfit.policies import OptimizerName, OptimizerPolicy
 
 CHUNK_VALUES = 2**18  # a few fp32 buffers of it stay in a processor's L3 cache
 REMAINDER = "remainder"
-_SCALES = "_scales"  # ends the name of a moment's scales
+SCALES = "_scales"  # ends the name of a moment's scales
 _NEVER_NEGATIVE = ("exp_avg_sq",)
 
 
@@ -106,7 +106,7 @@ class Rule:
         for name in self._arithmetic.moments:
             if name in self._quantised and values >= MIN_8BIT_VALUES:
                 found[name] = (values, torch.uint8)
-                found[name + _SCALES] = (ceil_divide(values, BLOCK_8BIT), torch.float32)
+                found[name + SCALES] = (ceil_divide(values, BLOCK_8BIT), torch.float32)
             else:
                 found[name] = (values, torch.float32)
         if self._split_master:
@@ -241,7 +241,7 @@ class Rule:
         if moment.dtype is torch.float32:
             return moment
         wide = scratch.moments[name][: piece.values]
-        scales = piece.states[name + _SCALES]
+        scales = piece.states[name + SCALES]
         dequantise(moment, scales, scratch.tables[name], wide, scratch.work)
         return wide
 
@@ -249,7 +249,7 @@ class Rule:
         """Quantise a moment that is kept in 8 bits."""
         moment = piece.states[name]
         if moment is not wide:
-            scales = piece.states[name + _SCALES]
+            scales = piece.states[name + SCALES]
             quantise(wide, moment, scales, scratch.tables[name], scratch.work)
 
 
@@ -266,6 +266,26 @@ def rule_of(policy: OptimizerPolicy) -> Rule:
         )
     eight_bit = policy.name in (OptimizerName.ADAMW_8BIT, OptimizerName.LION_8BIT)
     return Rule(ARITHMETIC[policy.name], eight_bit=eight_bit, split_master=policy.split_master)
+
+
+def widened(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """The fp32 values `[values]` of an 8-bit moment of that name."""
+    table = make_table(codes.device, signed=_signed(name))
+    values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+    dequantise(codes.view(-1), scales, table, values, values.new_empty(2 * values.numel()))
+    return values
+
+
+def narrowed(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of an 8-bit moment of that name; the fp32 `values` are overwritten.
+
+    Of values that `widened` gave, in the same blocks, they are those that it was given.
+    """
+    table = make_table(values.device, signed=_signed(name))
+    codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
+    scales = values.new_empty(ceil_divide(values.numel(), BLOCK_8BIT))
+    quantise(values.view(-1), codes, scales, table, values.new_empty(2 * values.numel()))
+    return codes, scales
 
 
 def chunks(piece: Piece, values: int = CHUNK_VALUES) -> Iterator[Piece]:
@@ -285,7 +305,7 @@ def _run(piece: Piece, first: int, last: int) -> Piece:
         None if piece.weight is None else piece.weight[first:last],
         piece.gradient[first:last],
         {
-            name: state[blocks] if name.endswith(_SCALES) else state[first:last]
+            name: state[blocks] if name.endswith(SCALES) else state[first:last]
             for name, state in piece.states.items()
         },
         piece.step,

@@ -47,12 +47,14 @@ from transformers import PreTrainedModel
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.layers import decoder_layers
-from tightfit.engine.ranks import OneRank, Ranks, Replicas
+from tightfit.engine.ranks import OneRank, Ranks, Replicas, summed
 from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.policies import Policies, ShardingPolicy, Tier
 
 
-def apply_sharding(root: nn.Module, model: PreTrainedModel, policies: Policies) -> Ranks:
+def apply_sharding(
+    root: nn.Module, model: PreTrainedModel, policies: Policies, device: torch.device
+) -> Ranks:
     """Share the model states of `root` out as the policy says; with one rank there is no one to.
 
     Afterwards its parameters are DTensors that hold this rank's shard (stages 1 to 3).
@@ -60,6 +62,7 @@ def apply_sharding(root: nn.Module, model: PreTrainedModel, policies: Policies) 
     Args:
         root: what is called in training: the model, or peft's wrapping of it.
         model: the model of transformers in it, the same on all ranks.
+        device: where it computes.
 
     Raises:
         ConfigError: this process is not one of as many ranks as the policy says.
@@ -75,7 +78,7 @@ def apply_sharding(root: nn.Module, model: PreTrainedModel, policies: Policies) 
         trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
         leave = policies.placement.gradients is not Tier.DEVICE
         return Replicas(root, trained, gradients_leave=leave)
-    return _shard(root, decoder_layers(model), policies)
+    return _shard(root, decoder_layers(model), policies, device)
 
 
 def _check_ranks(policy: ShardingPolicy) -> None:
@@ -108,9 +111,11 @@ def _check_types(root: nn.Module) -> None:
         )
 
 
-def _shard(root: nn.Module, layers: nn.ModuleList, policies: Policies) -> Shards:
+def _shard(
+    root: nn.Module, layers: nn.ModuleList, policies: Policies, device: torch.device
+) -> Shards:
     _check_types(root)
-    mesh = _mesh(next(root.parameters()).device, policies.sharding)
+    mesh = _mesh(device, policies.sharding)
     stage = policies.sharding.zero_stage
     with ledger.labelled(Kind.PARAMETERS):
         for layer in layers:
@@ -153,6 +158,35 @@ class Shards:
         self._waits_for_last = waits_for_last
         self._waiting = False
 
+    @property
+    def data_rank(self) -> int:
+        """See `Ranks.data_rank`."""
+        return dist.get_rank()
+
+    @property
+    def data_ranks(self) -> int:
+        """See `Ranks.data_ranks`."""
+        return dist.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """See `Ranks.is_first`."""
+        return dist.get_rank() == 0
+
+    @property
+    def is_first_copy(self) -> bool:
+        """See `Ranks.is_first_copy`: there is one."""
+        return True
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """See `Ranks.total`."""
+        return summed(values, next(self._root.parameters()).device)
+
+    def settle(self) -> None:
+        """See `Ranks.settle`: what a forward without a backward has left whole is dropped."""
+        for module in self._modules:
+            module.reshard()
+
     def begin_backward(self, *, last: bool) -> None:
         """See `Ranks.begin_backward`."""
         if self._waits_for_last:
@@ -161,16 +195,12 @@ class Shards:
             self._waiting = not last
 
     def finish_gradients(self) -> None:
-        """See `Ranks.finish_gradients`; a step of fewer micro-batches is summed here.
-
-        What a forward without a backward has left whole is dropped: the step makes it stale.
-        """
+        """See `Ranks.finish_gradients`; a step of fewer micro-batches is summed here."""
         if self._waiting:
             self.begin_backward(last=True)
             # What FSDP2 does at the end of each backward: it sums what is not summed yet.
             self._root._get_fsdp_state()._root_post_backward_final_callback()
-        for module in self._modules:
-            module.reshard()
+        self.settle()  # the step makes stale what is whole
 
     def discard_gradients(self) -> None:
         """See `Ranks.discard_gradients`."""

@@ -56,6 +56,21 @@ def default_hub_cache() -> Path:
     return Path(named or f"{home}/hub").expanduser()
 
 
+def model_folder(name: str) -> Path:
+    """Where the files of a model are: the folder that the name is, or that of the Hub cache.
+
+    Raises:
+        ModelNotFoundError: there is neither.
+    """
+    folder = local_path(name)
+    if folder is not None:
+        return folder
+    config = _cached_file(name, "config.json", default_hub_cache())
+    if config is None:
+        raise ModelNotFoundError(f"{name} is neither a folder nor in the Hub cache")
+    return config.parent
+
+
 def read_cached(name: str, hub_cache: Path) -> ConfigFile | None:
     """config.json of a name in the Hub cache; None when the cache does not have it.
 

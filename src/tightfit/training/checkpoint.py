@@ -2,8 +2,9 @@
 
 A checkpoint is made under a temporary name and renamed when it is complete. It holds the model
 in Hugging Face's layout, the tokenizer, `trainer_state.json` and, unless only the model is saved,
-`optimizer.safetensors` with the optimizer's states and the random state. No pickle. Does not know
-when to save or what data there is.
+`optimizer.safetensors` with the optimizer's states and the random state. Ranks write it together,
+and nothing in it depends on how many there are. No pickle. Does not know when to save or what data
+there is.
 """
 
 from __future__ import annotations
@@ -12,30 +13,41 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import nn
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
+from tightfit.engine.regions import region_of
 from tightfit.errors import ConfigError, TrainingError
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
-from tightfit.training.tensor_file import Entry, write_tensors
+from tightfit.training import together
+from tightfit.training.layout import WEIGHTS_FILE, all_entries, split_files, write_index
+from tightfit.training.saved_model import (
+    SavedModel,
+    adapters_by_saved_name,
+    is_adapted,
+    save_configs,
+)
+from tightfit.training.saved_states import (
+    load_random_states,
+    load_states,
+    random_entries,
+    random_parts,
+    state_entries,
+    state_parts,
+)
+from tightfit.training.tensor_file import Entry, TensorReader, TensorWriter, lay_out
 
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _ADAPTER_FILE = "adapter_model.safetensors"
-_RANDOM_STATE = "random_state"
-_DEVICE_RANDOM_STATE = "device_random_state"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -92,18 +104,25 @@ def save_checkpoint(
     temporary = output_dir / f".{folder.name}.incomplete"
     try:
         _write(temporary, engine, tokenizer, progress, with_optimizer=with_optimizer)
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        _flush([output_dir])
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with together.failing_together(OSError):
+            if together.rank() == 0:
+                _put_in_place(temporary, folder)
+    except (OSError, SafetensorError, TrainingError) as error:
+        if together.rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         before = latest_checkpoint(output_dir)
         kept = "there is no earlier one" if before is None else f"{before} is the last one"
         raise TrainingError(
             f"{folder} could not be written ({error}); {kept}. Make room or see to the folder"
         ) from error
     return folder
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+    _flush([folder.parent])
 
 
 def _write(
@@ -114,17 +133,46 @@ def _write(
     *,
     with_optimizer: bool,
 ) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Rank 0 makes the folder and lays the files out; then every rank writes its parts."""
     engine.drain()
-    with ledger.phase(Phase.SAVE):
-        engine.model.save_pretrained(temporary)  # type: ignore[operator]
-        tokenizer.save_pretrained(temporary)
+    saved = SavedModel.of(engine)
+    entries = {
+        _ADAPTER_FILE if is_adapted(engine) else WEIGHTS_FILE: all_entries(saved.entries),
+        **({_OPTIMIZER_FILE: all_entries(_kept_entries(engine))} if with_optimizer else {}),
+    }
+    files = {temporary / name: laid for name, laid in split_files(entries).items()}
+    with together.failing_together(OSError, SafetensorError):
+        if together.rank() == 0:
+            _prepare_folder(temporary, engine, tokenizer, progress)
+            write_index(temporary, files)
+            for path, its_own in files.items():
+                lay_out(path, its_own)
+    with (
+        together.failing_together(OSError, SafetensorError),
+        ledger.phase(Phase.SAVE),
+        TensorWriter(files) as writer,
+    ):
+        writer.write(saved.parts())
         if with_optimizer:
-            write_tensors(
-                temporary / _OPTIMIZER_FILE, _optimizer_entries(engine), _optimizer_tensors(engine)
-            )
+            writer.write(state_parts(engine))
+            writer.write(random_parts(engine))
+    if together.rank() == 0:
+        _flush([*temporary.iterdir(), temporary])
+
+
+def _prepare_folder(
+    temporary: Path, engine: Engine, tokenizer: PreTrainedTokenizerBase, progress: Progress
+) -> None:
+    """Everything but tensors."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_configs(engine, temporary)
+    tokenizer.save_pretrained(temporary)
     (temporary / _STATE_FILE).write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
-    _flush([*temporary.iterdir(), temporary])
+
+
+def _kept_entries(engine: Engine) -> list[Entry]:
+    return [*state_entries(engine), *random_entries(engine)]
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
@@ -163,7 +211,7 @@ def is_adapter(checkpoint: Path) -> bool:
 
 
 @torch.no_grad()
-def restore(checkpoint: Path, engine: Engine) -> None:
+def restore(checkpoint: Path, engine: Engine, progress: Progress) -> None:
     """Put the checkpoint's adapters, optimizer and random state into a fresh engine.
 
     Raises:
@@ -171,90 +219,19 @@ def restore(checkpoint: Path, engine: Engine) -> None:
     """
     ledger.set_phase(Phase.RESUME)
     # What is read lies on the host until it is copied, one tensor at a time.
-    on_host = ledger.labelled(Kind.BUFFERS, Tier.HOST)
-    try:
-        with on_host, safe_open(checkpoint / _OPTIMIZER_FILE, framework="pt") as file:
-            _check_same(checkpoint, file, _optimizer_entries(engine))
-            if is_adapter(checkpoint):
-                _restore_adapter(checkpoint, engine.model)
-            for name, parameter in engine.model.named_parameters():
-                _restore_states(engine, name, parameter, file)
-            _restore_random(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{checkpoint} cannot be read: {error}") from None
+    with ledger.labelled(Kind.BUFFERS, Tier.HOST):
+        files = TensorReader([checkpoint / _OPTIMIZER_FILE])
+        load_states(engine, files, checkpoint)
+        if is_adapter(checkpoint):
+            _restore_adapter(checkpoint, engine)
+        load_random_states(engine, files, progress.seed, progress.step)
     engine.optimizer.refresh_masters()
 
 
-def _check_same(checkpoint: Path, file: Any, entries: list[Entry]) -> None:
-    """The file has exactly the states that the engine has; a run may go on on another device.
-
-    Raises:
-        ConfigError: it has others.
-    """
-    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    expected = {name: list(shape) for name, _, shape in entries}
-    for each in (shapes, expected):
-        each.pop(_DEVICE_RANDOM_STATE, None)
-    if shapes != expected:
-        raise ConfigError(
-            f"{checkpoint} holds the optimizer of another model or method; resume with the "
-            "finetuning_type, precision, optim and lora settings that the run had"
-        )
-
-
-def _restore_states(engine: Engine, name: str, parameter: nn.Parameter, file: Any) -> None:
-    for key in _saved_states(engine, parameter):
-        engine.optimizer.load_states(parameter, {key: file.get_tensor(f"{name}.{key}")})
-
-
-def _restore_random(file: Any) -> None:
-    torch.set_rng_state(file.get_tensor(_RANDOM_STATE))
-    if _DEVICE_RANDOM_STATE in file.keys() and torch.cuda.is_available():  # noqa: SIM118
-        torch.cuda.set_rng_state(file.get_tensor(_DEVICE_RANDOM_STATE))
-
-
-def _restore_adapter(checkpoint: Path, model: nn.Module) -> None:
-    from peft import set_peft_model_state_dict  # takes a second to import, only LoRA needs it
-
-    set_peft_model_state_dict(model, load_file(checkpoint / _ADAPTER_FILE))
-
-
-def _saved_states(
-    engine: Engine, parameter: nn.Parameter
-) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Types and shapes of what is saved; a master that equals its parameter is not stored twice."""
-    return {
-        key: (dtype, shape)
-        for key, (dtype, shape) in engine.optimizer.state_entries(parameter).items()
-        if key != "master" or dtype is not parameter.dtype
-    }
-
-
-def _optimizer_entries(engine: Engine) -> list[Entry]:
-    """Name, type and shape of all that `_optimizer_tensors` gives, in its order."""
-    states: list[Entry] = [
-        (f"{name}.{key}", dtype, tuple(shape))
-        for name, parameter in engine.model.named_parameters()
-        for key, (dtype, shape) in _saved_states(engine, parameter).items()
-    ]
-    return states + [(name, t.dtype, tuple(t.shape)) for name, t in _random_states(engine).items()]
-
-
-def _optimizer_tensors(engine: Engine) -> Iterator[torch.Tensor]:
-    """States, one parameter's in memory at a time, then the random states."""
-    for _, parameter in engine.model.named_parameters():
-        saved = _saved_states(engine, parameter)
-        if saved:
-            states = engine.optimizer.states_of(parameter)
-            yield from (states[key] for key in saved)
-    yield from _random_states(engine).values()
-
-
-def _random_states(engine: Engine) -> dict[str, torch.Tensor]:
-    states = {_RANDOM_STATE: torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        states[_DEVICE_RANDOM_STATE] = torch.cuda.get_rng_state()
-    return states
+def _restore_adapter(checkpoint: Path, engine: Engine) -> None:
+    files = TensorReader([checkpoint / _ADAPTER_FILE])
+    for name, parameter in adapters_by_saved_name(engine.model).items():
+        engine.load_values(parameter, files.read(name, region_of(parameter)))
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Loads a causal language model onto its device, in the type it trains in.
+"""Opens a causal language model: its modules without values, and what fills them.
 
 A checkpoint stored in another type is converted while it is read. Remote code is never run.
 Does not know plans or data.
@@ -6,61 +6,39 @@ Does not know plans or data.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from tightfit import ledger
-from tightfit.bill.table import Kind, Phase
-from tightfit.errors import InputError, ModelNotFoundError
-from tightfit.policies import Tier
+from tightfit.bill.table import Phase
+from tightfit.errors import ModelNotFoundError
+from tightfit.facts.model_files import model_folder
+from tightfit.training.weights import CheckpointWeights
 
-_NAMED_TENSORS = 3  # how many missing tensors a message lists
+_GENERATION_CONFIG = "generation_config.json"
 
 
-def load_model(
-    path: Path | str, dtype: torch.dtype, device: torch.device, *, stays_on_host: bool = False
-) -> PreTrainedModel:
-    """The model in `path`, a folder or a name that is in the Hub cache.
+def open_model(path: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, CheckpointWeights]:
+    """The model in `path`, a folder or a name that is in the Hub cache, on the meta device.
 
-    Args:
-        stays_on_host: leave it there, as its parameters are not to live on the device.
+    Returns:
+        The model, and what `fit` fills its parameters with.
 
     Raises:
         ModelNotFoundError: there are no weights.
         InputError: the weights are broken or those of another model.
     """
     ledger.set_phase(Phase.LOAD)
-    on_host = ledger.labelled(Kind.PARAMETERS, Tier.HOST) if stays_on_host else nullcontext()
-    try:
-        with on_host:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, with a message
-            )
-    except OSError as error:
-        raise ModelNotFoundError(
-            f"no weights of a causal language model in {path}: {error}"
-        ) from None
-    except SafetensorError as error:
-        raise InputError(f"the weights in {path} are broken: {error}; get them again") from None
-    model, loading = loaded
-    mismatched = {name for name, *_ in loading["mismatched_keys"]}
-    _check_complete(path, sorted(mismatched | set(loading["missing_keys"])))
-    assert isinstance(model, PreTrainedModel)
-    if not stays_on_host:
-        model.to(device)  # type: ignore[arg-type]
-    counting = ledger.active()
-    if counting is not None:
-        counting.adopt(model, Tier.HOST if stays_on_host else None)
-    return model
+    folder = model_folder(str(path))
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.name_or_path = config._name_or_path = str(path)
+    if (folder / _GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, CheckpointWeights(folder, model)
 
 
 def check_weights(path: Path) -> None:
@@ -72,13 +50,3 @@ def check_weights(path: Path) -> None:
     if path.is_dir() and not any(path.glob("*.safetensors")):
         pickled = " (its .bin files are pickles, which are never read)" * any(path.glob("*.bin"))
         raise ModelNotFoundError(f"no weights in {path}: it has no .safetensors file{pickled}")
-
-
-def _check_complete(path: Path | str, missing: list[str]) -> None:
-    """Transformers fills what is missing with random numbers; nobody wants to train those."""
-    if missing:
-        names = ", ".join(missing[:_NAMED_TENSORS])
-        raise InputError(
-            f"the weights in {path} are not those of its config.json: "
-            f"{len(missing)} tensors are missing or of another shape, such as {names}"
-        )

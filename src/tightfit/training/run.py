@@ -28,12 +28,11 @@ from tightfit.planner.machine import device_of, usable_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.plan_file import write_plan
 from tightfit.planner.search import plan_job
-from tightfit.policies import Tier
 from tightfit.training.batches import average_padded_length
 from tightfit.training.checkpoint import Progress, is_adapter, read_progress, restore
 from tightfit.training.evaluation import answer, prompt_tokens
 from tightfit.training.loop import Observer, Schedule, TrainingLoop, check_scheduler
-from tightfit.training.model import check_weights, load_model
+from tightfit.training.model import check_weights, open_model
 from tightfit.training.output import LOG, PLAN, check_output_dir, open_output_dir
 from tightfit.training.samples import PreparedData, Sample, prepare_data
 from tightfit.training.tokenizer import load_tokenizer
@@ -182,8 +181,9 @@ def _restored(run: PreparedRun, loop: TrainingLoop) -> Progress | None:
     """Put the checkpoint to resume from into the loop's engine; where it stood."""
     if run.resume_from is None:
         return None
-    restore(run.resume_from, loop.engine)
-    return read_progress(run.resume_from)
+    progress = read_progress(run.resume_from)
+    restore(run.resume_from, loop.engine, progress)
+    return progress
 
 
 def _answers(run: PreparedRun, loop: TrainingLoop) -> list[str]:
@@ -206,20 +206,17 @@ def _build(
     watch: MemoryWatch,
     observers: list[Observer],
 ) -> TrainingLoop:
-    weights = run.resume_from
-    if weights is None or is_adapter(weights):
-        weights = Path(run.job.model_name_or_path).expanduser()
-    placement = plan.policies.placement
-    model = load_model(
-        weights,
-        DTYPES[plan.policies.precision.parameters],
-        device,
-        stays_on_host=placement.parameters is not Tier.DEVICE,
+    path = run.resume_from
+    if path is None or is_adapter(path):
+        path = Path(run.job.model_name_or_path).expanduser()
+    model, weights = open_model(path, DTYPES[plan.policies.precision.parameters])
+    engine = fit(
+        model, plan.policies, device=device, offload_folder=run.job.disk_folder, values=weights
     )
     log = TrainerLog(run.output_dir / LOG, run.job.logging_steps)
     return TrainingLoop(
         run.job,
-        fit(model, plan.policies, device=device, offload_folder=run.job.disk_folder),
+        engine,
         run.data,
         run.tokenizer,
         plan.policies.batch.micro_batch_size,
