@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tightfit.facts.labels import IGNORED
 from tightfit.training.batches import (
     average_padded_length,
     collate,
@@ -15,7 +16,6 @@ from tightfit.training.batches import (
     micro_batches,
     trained_tokens,
 )
-from tightfit.training.chat import IGNORED
 from tightfit.training.samples import Sample
 
 

@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tightfit.errors import DataError
-from tightfit.training.chat import IGNORED, RowEncoder
+from tightfit.facts.labels import IGNORED
+from tightfit.training.chat import RowEncoder
 from tightfit.training.rows import Row
 
 EOT = "<|im_end|>"

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
-from tightfit.engine.sliced_loss import IGNORED, SlicedLoss, next_token_targets
+from tightfit.engine.sliced_loss import SlicedLoss, next_token_targets
 from tightfit.errors import UnsupportedError
+from tightfit.facts.labels import IGNORED
 from tightfit.facts.logits import logit_transform
 from tightfit.policies import LossKind, LossPolicy
 

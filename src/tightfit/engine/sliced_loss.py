@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.facts.labels import IGNORED
 
-IGNORED = -100
 Deliver = Callable[[nn.Parameter, Iterator[torch.Tensor]], None]
 
 

@@ -13,9 +13,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from tightfit.errors import DataError
+from tightfit.facts.labels import IGNORED as IGNORED
 from tightfit.training.rows import Row
-
-IGNORED = -100  # the label that torch's cross-entropy leaves out
 
 _PROBE_WORDS = ("x", "0")  # two answers that differ from their first token on
 

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from tightfit.training.chat import IGNORED
+from tightfit.facts.labels import IGNORED
 from tightfit.training.samples import Sample
 
 _TRAINED = "bold black on green"

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tightfit.errors import DataError
 from tightfit.facts.job import Job
-from tightfit.training.chat import IGNORED, RowEncoder
+from tightfit.facts.labels import IGNORED
+from tightfit.training.chat import RowEncoder
 from tightfit.training.rows import read_rows
 
 _NAMED_ROWS = 5  # how many row numbers a message lists
