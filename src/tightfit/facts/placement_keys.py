@@ -38,12 +38,20 @@ def _of_fractions(job: Mapping[str, Any]) -> Iterator[str]:
                 f"{key}: {job[key]} says how much leaves the device, and "
                 f"{key.removesuffix('_fraction')} is none; leave it out"
             )
-    all_leave = job["offload_optimizer_fraction"] in ("auto", 1)
-    stays = job["offload_optimizer"] == "none" or not all_leave
-    if job["offload_param"] in ("cpu", "nvme") and job["finetuning_type"] == "full" and stays:
+    if job["offload_param"] not in ("cpu", "nvme") or job["finetuning_type"] != "full":
+        return
+    fraction = job["offload_optimizer_fraction"]
+    if job["offload_optimizer"] == "none":
         yield (
-            f"offload_param: {job['offload_param']} while optimizer states stay on the device; "
-            "they take more than parameters: let all of them leave first (offload_optimizer: cpu)"
+            f"offload_param: {job['offload_param']} while offload_optimizer: none keeps optimizer "
+            "states on the device; they take more than parameters: let all of them leave first "
+            "(offload_optimizer: cpu)"
+        )
+    elif fraction not in ("auto", 1):
+        yield (
+            f"offload_param: {job['offload_param']} while offload_optimizer_fraction: {fraction} "
+            "keeps optimizer states on the device; they take more than parameters: let all of them "
+            "leave first (leave offload_optimizer_fraction out)"
         )
 
 
