@@ -30,6 +30,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def any_folder_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary folders are in memory on many systems; here they do as disks."""
+    monkeypatch.setattr("tightfit.facts.disk._IN_MEMORY", ())
+
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
     " + '<|im_end|>\n' }}{% endfor %}"

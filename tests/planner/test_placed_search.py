@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 import tightfit.planner.pricing
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun, Shape
-from tightfit.errors import DoesNotFitError
+from tightfit.errors import ConfigError, DoesNotFitError
+from tightfit.facts import disk
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
 from tightfit.planner import fitting, search
@@ -217,6 +218,23 @@ def test_a_disk_that_is_full_is_said(planned: Callable[..., Plan], pricing: Pric
 def re_bytes(text: str, key: str) -> str:
     """The size that a message names for a key."""
     return text.split(f"{key}: ")[1].split()[0]
+
+
+def test_memory_that_looks_like_a_disk_is_no_way_out(
+    planned: Callable[..., Plan], pricing: Pricing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing names it, it is left out; where a key does, the key is refused."""
+    tight = str(device_peaks(pricing)[3])
+    host = planned(memory_limit=tight).bill.peak_bytes(Tier.HOST)
+    short = {"memory_limit": tight, "host_memory_limit": f"{host // 4}"}
+    assert uses_disk(planned(**short).policies.placement)
+    monkeypatch.setattr(disk, "why_no_disk", lambda folder: "it is a drawing")
+    monkeypatch.setattr(search, "why_no_disk", disk.why_no_disk)
+    with pytest.raises(DoesNotFitError, match=r"nvme was not tried: it is a drawing"):
+        planned(**short)
+    for named in ({"offload_optimizer": "nvme"}, {"offload_folder": "/somewhere"}):
+        with pytest.raises(ConfigError, match=r"^offload_folder .*it is a drawing"):
+            planned(**named)
 
 
 def test_the_disk_is_measured_when_it_may_be_used_and_only_then(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tightfit.errors import ConfigError
+from tightfit.facts import disk
 from tightfit.facts.job import Job
 from tightfit.training.output import check_output_dir, open_output_dir
 
@@ -75,6 +76,13 @@ def test_an_offload_folder_that_is_none(tmp_path: Path) -> None:
     made = job(tmp_path / "run", offload_optimizer="nvme", offload_folder=str(taken))
     with pytest.raises(ConfigError, match=r"offload_folder .*taken is a file, not a folder"):
         check_output_dir(made)
+
+
+def test_an_offload_folder_that_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "why_no_disk", lambda folder: "it is a drawing of a disk")
+    with pytest.raises(ConfigError, match=r"^offload_folder .*a drawing.* give an offload_folder"):
+        check_output_dir(job(tmp_path / "run", offload_param="nvme"))
+    check_output_dir(job(tmp_path / "run"))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

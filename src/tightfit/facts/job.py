@@ -342,6 +342,14 @@ class Job(BaseModel):
         return Path(self.output_dir or ".").expanduser() / "offload"
 
     @property
+    def names_disk(self) -> bool:
+        """Whether a key asks for the nvme tier or says where it is."""
+        return self.offload_folder is not None or "nvme" in (
+            self.offload_optimizer,
+            self.offload_param,
+        )
+
+    @property
     def data_parallel_ranks(self) -> int:
         """Ranks that see different sequences."""
         return self.num_gpus // (self.tensor_parallel_size * self.pipeline_parallel_size)

@@ -72,19 +72,25 @@ def _wear(policies: Policies, pricing: Pricing) -> Iterator[str]:
 
 
 def nothing_fits(
-    candidates: Sequence[Policies], lora: AdapterPolicy, pricing: Pricing, limits: Limits
+    candidates: Sequence[Policies],
+    lora: AdapterPolicy,
+    pricing: Pricing,
+    limits: Limits,
+    no_disk: str | None = None,
 ) -> DoesNotFitError:
     """The error that says how much is missing and names the nearest plan that would fit.
 
     Args:
         candidates: what was turned down.
         lora: what could be tried as well if the job allowed it.
+        no_disk: why nothing could go to nvme.
     """
     policies, bill = _nearest_miss(candidates, pricing, limits)
     missing = limits.missing_bytes(bill)
     lines = [
         f"nothing fits: the smallest plan ({describe_policies(policies)}) needs "
         f"{_needs(bill)}, {format_bytes(missing)} more than the limit ({limits.tightest(bill)}).",
+        *([f"  nvme was not tried: {no_disk}"] if no_disk else []),
         *(f"  would fit: {line}" for line in _would_fit(policies, lora, pricing, limits)),
     ]
     return DoesNotFitError("\n".join(lines), missing)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tightfit.bill.runtime import Capability
+from tightfit.facts.disk import check_is_disk, nearest_existing
 from tightfit.facts.hardware import Accelerator, DeviceProcess, Hardware, detect_hardware
 from tightfit.facts.job import Job
 from tightfit.planner.plan import Limits
@@ -97,17 +98,16 @@ _RESERVED_SHARE = 0.05
 
 def _free_on_disk(job: Job, hardware: Hardware) -> int:
     """What the nvme tier may take where the job does not say; `hardware` knows the disk of
-    `output_dir`."""
+    `output_dir`.
+
+    Raises:
+        ConfigError: `offload_folder` is not on a disk.
+    """
     free = hardware.disk.free_bytes
     if job.offload_folder is not None:
-        free = shutil.disk_usage(existing_folder(job.disk_folder)).free
+        check_is_disk(job.disk_folder)
+        free = shutil.disk_usage(nearest_existing(job.disk_folder)).free
     return round(free * (1 - _RESERVED_SHARE))
-
-
-def existing_folder(folder: Path) -> Path:
-    """`folder`, or the nearest one on the way up that exists."""
-    folder = folder.absolute()
-    return folder if folder.is_dir() else existing_folder(folder.parent)
 
 
 def _limit(key: str, automatic: int | None) -> int | None:

@@ -19,6 +19,7 @@ import torch
 from tightfit.engine.precision import DTYPES
 from tightfit.engine.supported import check_engine_can
 from tightfit.errors import DoesNotFitError, UnsupportedError
+from tightfit.facts.disk import check_is_disk, nearest_existing, why_no_disk
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
@@ -27,7 +28,7 @@ from tightfit.planner.disk_rate import measure_disk
 from tightfit.planner.explain import nothing_fits, reasons_for
 from tightfit.planner.first_fit import FirstFit
 from tightfit.planner.fitting import Fitting, possible
-from tightfit.planner.machine import card_here, existing_folder, limits_of, precision_of
+from tightfit.planner.machine import card_here, limits_of, precision_of
 from tightfit.planner.options import Options, model_options
 from tightfit.planner.placements import uses_disk
 from tightfit.planner.plan import Plan
@@ -61,6 +62,7 @@ def plan_job(
         policies = planned_policies(job, search.options)
         check_engine_can(policies)
         if uses_disk(policies.placement):
+            check_is_disk(job.disk_folder)
             search.measure_disk()
         return search.require_fit(search.plan_of(policies))
     return search.best()
@@ -74,6 +76,8 @@ def _prepare(
     rates: Rates | None,
 ) -> _Search:
     _check_can_be_trained(job)
+    if job.names_disk:
+        check_is_disk(job.disk_folder)
     card = card_here(hardware)
     precision = precision_of(job, card)
     options = model_options(job, fields_of(config), precision, on_card=card is not None)
@@ -84,10 +88,16 @@ def _prepare(
             "planning for a card that this machine does not have is not available yet; "
             "`tightfit estimate` prices a job for one"
         )
-    folder = existing_folder(job.disk_folder) if rates is None else None
+    folder = nearest_existing(job.disk_folder) if rates is None else None
     rates = rates or measure_rates(device, torch.float32 if card is None else DTYPES[precision])
     pricing = Pricing(options.plain(), config, workload, rates, card)
-    return _Search(pricing, options, Fitting(pricing, limits_of(job, hardware, card)), folder)
+    return _Search(
+        pricing,
+        options,
+        Fitting(pricing, limits_of(job, hardware, card)),
+        folder,
+        why_no_disk(job.disk_folder),
+    )
 
 
 def _check_can_be_trained(job: Job) -> None:
@@ -114,12 +124,14 @@ class _Search:
 
     Attributes:
         disk_folder: on the disk whose rates are not known yet; None where they are.
+        no_disk: why nothing can go to nvme; None where it can.
     """
 
     pricing: Pricing
     options: Options
     fitting: Fitting
     disk_folder: Path | None
+    no_disk: str | None
 
     def best(self) -> Plan:
         """The fastest plan that fits.
@@ -133,7 +145,7 @@ class _Search:
             found = self._first_fit(lora)
         if found is None:
             limits = self.fitting.limits
-            raise nothing_fits(self._tried(), self.options.lora, self.pricing, limits)
+            raise nothing_fits(self._tried(), self.options.lora, self.pricing, limits, self.no_disk)
         return self.plan_of(found)
 
     def _first_fit(self, adapter: AdapterPolicy | None) -> Policies | None:
@@ -142,7 +154,7 @@ class _Search:
         search = FirstFit(self.options, self.fitting)
         found = search.of(p for p in candidates if not uses_disk(p.placement))
         on_disk = [p for p in candidates if uses_disk(p.placement)]
-        if found is None and on_disk:
+        if found is None and on_disk and self.no_disk is None:
             self.measure_disk()
             found = search.of(on_disk)
         return found

@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.errors import ConfigError
+from tightfit.facts.disk import check_writable
 from tightfit.planner.plan import Limits
 from tightfit.report.chart import Bar, TierChart, tier_charts
 from tightfit.report.kinds import LOOKS
@@ -66,11 +67,7 @@ def check_picture_path(path: Path) -> None:
     """
     if os.path.lexists(path):
         raise ConfigError(f"--html {path} is there already; give another file, or delete it first")
-    nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"--html {path}: {nearest} is a file, not a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"--html {path}: {nearest} may not be written to")
+    check_writable("--html", path.parent)
 
 
 def write_picture(path: Path, picture: Picture) -> None:

@@ -6,12 +6,12 @@ names, not what is in the files.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 from tightfit.errors import ConfigError
+from tightfit.facts.disk import check_is_disk, check_writable
 from tightfit.facts.job import Job
 from tightfit.training.checkpoint import latest_checkpoint
 
@@ -31,9 +31,10 @@ def check_output_dir(job: Job) -> tuple[Path, Path | None]:
     if job.output_dir is None:
         raise ConfigError("output_dir is missing: name the folder for checkpoints and logs")
     folder = Path(job.output_dir)
-    _check_writable("output_dir", folder)
-    if "nvme" in (job.offload_optimizer, job.offload_param) or job.offload_folder is not None:
-        _check_writable("offload_folder", job.disk_folder)
+    check_writable("output_dir", folder)
+    if job.names_disk:
+        check_is_disk(job.disk_folder)
+        check_writable("offload_folder", job.disk_folder)
     if job.resume and job.overwrite_output_dir:
         raise ConfigError("resume and overwrite_output_dir contradict each other; give one")
     if job.resume:
@@ -47,15 +48,6 @@ def check_output_dir(job: Job) -> tuple[Path, Path | None]:
         )
     _check_not_needed(present, job)
     return folder, None
-
-
-def _check_writable(key: str, folder: Path) -> None:
-    """The folder, or the nearest above it that is there, is one and may be written to."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"{key} {folder}: {nearest} is a file, not a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} {folder}: {nearest} may not be written to")
 
 
 def _check_not_needed(to_delete: list[Path], job: Job) -> None:
