@@ -49,7 +49,7 @@ def read_disk(
 def nearest_existing(path: Path) -> Path:
     """`path`, or the nearest above it that can be seen to exist: a folder, or a file."""
     # Path.exists raises where a folder may not be looked into.
-    there = os.path.exists  # noqa: PTH110
+    there = os.path.exists
     return next(p for p in (path.absolute(), *path.absolute().parents) if there(p))
 
 
