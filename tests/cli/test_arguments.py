@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.cli.arguments import (
-    accepted_by,
     add_job_flags,
     complain_about,
     load_job,
@@ -22,6 +21,7 @@ from tightfit.cli.document_config import document
 from tightfit.cli.other_names import NOT_YET, OTHER_NAMES, RENAMED, SWITCHES
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
+from tightfit.facts.job_values import accepted_by
 
 
 def from_yaml(tmp_path: Path, text: str, **flags: Any) -> Job:

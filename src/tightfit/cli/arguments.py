@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from tightfit.cli.other_names import OTHER_NAMES, SWITCHES, translate
 from tightfit.errors import ConfigError
+from tightfit.facts.catalogue import catalogue_names
 from tightfit.facts.job import Job
+from tightfit.facts.job_values import accepted_by, is_switch, job_of, schema_of_keys, types_of
 
 _SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0", "auto", "none", "null")
-_BOUNDS = {
-    "exclusiveMinimum": "above {}",
-    "minimum": "of at least {}",
-    "exclusiveMaximum": "below {}",
-    "maximum": "of at most {}",
-}
-_TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "null": "none"}
-
-
 # Flags
 
 
@@ -51,7 +41,12 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
-    """Flags with underscores for dashes, and a bare switch (`--resume`) as `--resume=true`."""
+    """Flags with underscores for dashes, each in one word with its value, and a bare switch
+    (`--resume`) as `--resume=true`.
+
+    Raises:
+        ConfigError: a flag that needs a value has none.
+    """
     prepared: list[str] = []
     rest = list(arguments)
     while rest:
@@ -60,11 +55,15 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
         key = name[2:].replace("-", "_")
         if not name.startswith("--") or key not in (*Job.model_fields, *OTHER_NAMES):
             prepared.append(word)
-        elif not equals and _is_switch(key):
+        elif equals:
+            prepared.append(f"--{key}={value}")
+        elif _is_switch(key):
             given = rest.pop(0) if rest and _is_switched(key, rest[0]) else "true"
             prepared.append(f"--{key}={given}")
+        elif not rest or rest[0].startswith("--"):
+            raise ConfigError(f"--{key} has no value; it must be {_accepted(key)}")
         else:
-            prepared.append(f"--{key}{equals}{value}")
+            prepared.append(f"--{key}={rest.pop(0)}")  # also one that starts with a dash
     return prepared
 
 
@@ -110,7 +109,7 @@ def load_job(config_path: Path | None, overrides: Mapping[str, Any]) -> Job:
         if key not in Job.model_fields:
             raise ConfigError(f"{labels[key]} is not a known key.{_nearest(key)}")
     values = {key: _plain(key, value) for key, value in settings.items()}
-    return _validated(values, labels)
+    return job_of(values, labels)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -150,59 +149,36 @@ def default_of(key: str) -> str:
     return "none" if value is None else str(value)
 
 
-def accepted_by(key: str) -> str:
-    """What a key accepts, in words."""
-    return " or ".join(_alternatives(_schema()[key]))
-
-
-@cache
-def _schema() -> dict[str, dict[str, Any]]:
-    properties: dict[str, dict[str, Any]] = Job.model_json_schema()["properties"]
-    return properties
-
-
-def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
-    if "anyOf" in schema:
-        for option in schema["anyOf"]:
-            yield from _alternatives(option)
-    elif "enum" in schema or "const" in schema:
-        yield " | ".join(map(str, schema.get("enum", [schema.get("const")])))
-    elif schema["type"] == "boolean":
-        yield "true | false"
-    elif schema["type"] == "array":
-        yield f"a comma-separated list of: {' or '.join(_alternatives(schema['items']))}"
-    else:
-        bounds = [text.format(schema[bound]) for bound, text in _BOUNDS.items() if bound in schema]
-        if "minimum" in schema and "maximum" in schema:
-            bounds = [f"from {schema['minimum']} to {schema['maximum']}"]
-        yield " ".join([_TYPES[schema["type"]], " and ".join(bounds)]).strip()
-
-
-def _types(key: str) -> set[str]:
-    """The JSON types that a key's values have."""
-    schema = _schema()[key]
-    return {option.get("type", "string") for option in schema.get("anyOf", [schema])}
-
-
 def _metavar(key: str) -> str:
-    choices = _schema()[key].get("enum")
+    choices = schema_of_keys()[key].get("enum")
     if choices:
         return "|".join(map(str, choices))
     names = {"boolean": "[true|false]", "integer": "N", "number": "X"}
-    return next((name for type_, name in names.items() if type_ in _types(key)), "TEXT")
+    return next((name for type_, name in names.items() if type_ in types_of(key)), "TEXT")
 
 
 def _is_switch(key: str) -> bool:
-    return key in SWITCHES or (
-        key in Job.model_fields
-        and (_types(key) == {"boolean"} or "true" in _schema()[key].get("enum", []))
-    )
+    return key in SWITCHES or (key in Job.model_fields and is_switch(key))
 
 
 def _is_switched(key: str, word: str) -> bool:
     """Whether a word after a switch is its value, and no argument of its own."""
-    own = _schema()[key].get("enum", []) if key in Job.model_fields else []
-    return word.casefold() in (*_SWITCH_WORDS, *own)
+    own = schema_of_keys()[key].get("enum", []) if key in Job.model_fields else []
+    if word.casefold() in (*_SWITCH_WORDS, *own):
+        return True
+    return not word.startswith("--") and not _may_be_a_job(word)
+
+
+def _may_be_a_job(word: str) -> bool:
+    """Whether a word is a file, a folder or a model's name: what stands on a command line without a
+    flag."""
+    named = "/" in word or Path(word).suffix in (".yaml", ".yml", ".json")
+    return named or Path(word).exists() or word in catalogue_names()
+
+
+def _accepted(key: str) -> str:
+    """What a key, or the one that another tool's name stands for, accepts."""
+    return accepted_by(key) if key in Job.model_fields else "given after it"
 
 
 def _nearest(key: str, prefix: str = "") -> str:
@@ -216,7 +192,7 @@ def _nearest(key: str, prefix: str = "") -> str:
 
 def _plain(key: str, value: Any) -> Any:
     """The value as Job takes it: no value for `none` where that is allowed, lists from commas."""
-    types = _types(key)
+    types = types_of(key)
     word = value.casefold() if isinstance(value, str) else None
     if word in ("none", "null") and "null" in types:
         return None
@@ -225,51 +201,6 @@ def _plain(key: str, value: Any) -> Any:
             return []
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     return value
-
-
-def _validated(values: dict[str, Any], labels: dict[str, str]) -> Job:
-    """The job, when every value is of its key's type and range; all complaints at once."""
-    try:
-        job = Job.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_complaints(error, values, labels))) from error
-    wrong = [key for key, value in values.items() if _is_no_number(getattr(job, key), key, value)]
-    if wrong:
-        raise ConfigError("\n".join(_complaint(key, values[key], labels) for key in wrong))
-    return job
-
-
-def _is_no_number(checked: Any, key: str, given: Any) -> bool:
-    """Infinity, and `true` where pydantic would take it for 1."""
-    if isinstance(given, bool):
-        return not _is_switch(key) and isinstance(checked, int | float)
-    return isinstance(checked, float) and not math.isfinite(checked)
-
-
-def _complaints(
-    error: ValidationError, values: Mapping[str, Any], labels: Mapping[str, str]
-) -> Iterator[str]:
-    seen: set[str] = set()
-    for problem in error.errors():
-        key = str(problem["loc"][0]) if problem["loc"] else ""
-        if key in seen:
-            continue
-        seen.add(key)
-        own_words = problem.get("ctx", {}).get("error")
-        if not key:
-            yield str(own_words)
-        elif problem["type"] == "missing":
-            yield f"{key} is missing; give it in the YAML file or as --{key}"
-        elif isinstance(own_words, ValueError):
-            yield f"{labels[key]}: {own_words}"
-        else:
-            yield _complaint(key, values[key], labels)
-
-
-def _complaint(key: str, value: Any, labels: Mapping[str, str]) -> str:
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    quotes = "; put it in quotes" if accepted_by(key).startswith("text") else ""
-    return f"{labels[key]}: {shown} is not accepted; it must be {accepted_by(key)}{quotes}"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tightfit.cli.arguments import accepted_by, default_of
+from tightfit.cli.arguments import default_of
 from tightfit.cli.other_names import NOT_YET, RENAMED
 from tightfit.facts.job import Job
+from tightfit.facts.job_values import accepted_by
 
 _INTRODUCTION = """\
 # Keys of a job
