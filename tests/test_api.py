@@ -141,7 +141,18 @@ def test_keys_are_those_of_a_job(load: Load) -> None:
             r"^learning_rte is not a key of a job; did you mean learning_rate\?$",
         ),
         ({"xyzzy": 1}, r"^xyzzy is not a key of a job; docs/config\.md"),
-        ({"learning_rate": -1}, r"^learning_rate: .*greater than 0$"),
+        (
+            {"learning_rate": -1},
+            r"^learning_rate: -1 is not accepted; it must be a number above 0$",
+        ),
+        (
+            {"offload_activations": "maybe"},
+            r"^offload_activations: 'maybe' is not .* true \| false$",
+        ),
+        ({"offload_prefetch": 65}, r"^offload_prefetch: 65 is not accepted; it must be .* 0 to 64"),
+        ({"cutoff_len": None}, r"^cutoff_len: None is not accepted; it must be a whole number"),
+        ({"seed": True}, r"^seed: true is not accepted; it must be a whole number"),
+        ({"allow": ["all"]}, r"^allow: \['all'\] is not accepted; it must be .*: lora$"),
         ({"memory_limit": "much"}, r"^memory_limit: 'much' is not a size"),
         ({"train_batch_size": 8}, r"train_batch_size 8 contradicts .*global_batch_size 4"),
         ({"per_device_train_batch_size": 3}, r"4 is not a multiple of .* 3"),
@@ -152,6 +163,48 @@ def test_wrong_keys(load: Load, keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         tightfit.plan(load(), workload=WORKLOAD, **keys)
     assert "\n" not in str(raised.value)
+
+
+def test_all_that_is_wrong_is_said_at_once(load: Load) -> None:
+    with pytest.raises(ConfigError) as raised:
+        tightfit.plan(load(), workload=WORKLOAD, seed=-1, optim="adam")
+    lines = str(raised.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["optim", "seed"]
+    assert "pydantic" not in str(raised.value)
+
+
+ON_DISK = {"offload_optimizer": "nvme", "offload_param": "none", "offload_activations": "false"}
+
+
+def test_the_folder_that_was_planned_for_is_the_one_that_is_used(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "fast"
+    model = load()
+    plan = tightfit.plan(model, workload=WORKLOAD, offload_folder=str(folder), **ON_DISK)
+    assert plan.offload_folder == folder
+    assert plan.policies.placement.optimizer_states is Tier.NVME
+    engine = tightfit.fit(model, plan)
+    assert folder.is_dir()
+    assert len(own_loop(engine, plan, 1)) == 1
+    other = tmp_path / "other"
+    tightfit.fit(load(), plan, offload_folder=other)
+    assert other.is_dir()
+    assert {path.name for path in tmp_path.iterdir()} == {"fast", "other"}
+    assert tightfit.plan(model, workload=WORKLOAD).offload_folder is None
+
+
+def test_a_folder_in_memory_is_refused(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load()
+    plan = tightfit.plan(model, workload=WORKLOAD, offload_folder=str(tmp_path), **ON_DISK)
+    monkeypatch.setattr("tightfit.facts.disk.why_no_disk", lambda folder: "it is a drawing")
+    with pytest.raises(ConfigError, match=r"^offload_folder .*it is a drawing"):
+        tightfit.fit(model, plan)
+    with pytest.raises(ConfigError, match=r"^offload_folder .*it is a drawing"):
+        tightfit.plan(model, workload=WORKLOAD, offload_folder=str(tmp_path))
 
 
 def test_a_model_of_another_precision_than_the_plans(load: Load) -> None:

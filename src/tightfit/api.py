@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from tightfit.dry_run.config import load_config
@@ -18,8 +17,10 @@ from tightfit.engine.apply import fit as apply_policies
 from tightfit.engine.engine import Engine
 from tightfit.engine.precision import DTYPES
 from tightfit.errors import ConfigError
+from tightfit.facts.disk import check_is_disk
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
+from tightfit.facts.job_values import job_of
 from tightfit.facts.model_spec import load_model_spec
 from tightfit.facts.workload import Workload
 from tightfit.planner.machine import usable_hardware
@@ -72,12 +73,7 @@ def _job(keys: dict[str, Any]) -> Job:
             near = difflib.get_close_matches(key, Job.model_fields, n=1)
             hint = f"did you mean {near[0]}?" if near else "docs/config.md lists them"
             raise ConfigError(f"{key} is not a key of a job; {hint}")
-    try:
-        return Job(**keys)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = "".join(f"{part}: " for part in problem["loc"][:1])
-        raise ConfigError(f"{where}{problem['msg'].removeprefix('Value error, ')}") from None
+    return job_of(keys, {key: key for key in keys})
 
 
 def fit(
@@ -93,10 +89,12 @@ def fit(
         model: in the plan's precision; it is changed in place.
         device: where it computes; where it is, when None. A model whose parameters the plan places
             on host or NVMe need not fit there: leave it on the CPU.
-        offload_folder: on a fast disk, for a plan that places something on NVMe.
+        offload_folder: on a fast disk, for a plan that places something on NVMe; the one that was
+            planned for when None.
 
     Raises:
-        ConfigError: the model's parameters have another type than the plan is for.
+        ConfigError: the model's parameters have another type than the plan is for, or the folder is
+            not on a disk.
         UnsupportedError: the model cannot do what the plan asks.
     """
     precision = _precision_of(model)
@@ -105,11 +103,14 @@ def fit(
             f"the plan is for {plan.policies.precision.parameters} parameters, the model has "
             f"{precision}; load it with dtype={DTYPES[plan.policies.precision.parameters]}"
         )
+    folder = plan.offload_folder if offload_folder is None else Path(offload_folder)
+    if folder is not None:
+        check_is_disk(folder)
     return apply_policies(
         model,
         plan.policies,
         device=None if device is None else torch.device(device),
-        offload_folder=None if offload_folder is None else Path(offload_folder),
+        offload_folder=folder,
     )
 
 

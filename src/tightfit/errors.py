@@ -54,6 +54,6 @@ class TrainingError(TightfitError):
 
 
 class Interrupted(TightfitError):
-    """The user stopped the run; a checkpoint was saved."""
+    """The user stopped the run; the message says what the last checkpoint is."""
 
     exit_code = 130

@@ -18,7 +18,7 @@ Captured = pytest.CaptureFixture[str]
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 KEYS = {
     "fits", "peak_bytes", "phases", "kinds", "plan", "step_seconds", "step_seconds_by_part",
-    "parameters", "limits", "plain_peak_bytes", "reasons", "alternatives",
+    "parameters", "limits", "plain_peak_bytes", "reasons", "notes", "alternatives",
 }  # fmt: skip
 TIERS = {"device", "host", "pinned", "nvme"}
 

@@ -7,14 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.planner.conftest import WORKLOAD, make_hardware, make_job, make_rates
 from transformers import DeepseekV3Config, PretrainedConfig
 
 from tightfit.bill.runtime import likely_link, runtime_bytes
 from tightfit.bill.table import Kind
+from tightfit.engine.supported import engine_lacks
 from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
+from tightfit.planner import fitting
 from tightfit.planner.estimate import compare_ways, estimate_job
+from tightfit.planner.search import plan_job
 from tightfit.planner.words import count_techniques
 from tightfit.policies import LossKind, Tier
 from tightfit.units import GIB, MIB
@@ -75,7 +79,7 @@ def test_ranks_of_one_machine_share_its_host(
 def test_the_way_that_is_the_job_has_its_bill(
     config: PretrainedConfig, workload: Workload, hardware: Hardware, job: MakeJob
 ) -> None:
-    keys = {"num_gpus": 2, "zero_stage": 2, "offload_optimizer": "cpu"}
+    keys = {"num_gpus": 2, "zero_stage": 2, "offload_optimizer": "cpu", "lazy_step": "false"}
     found = estimate_job(job(**keys), config, workload, hardware)
     ways, refused = compare_ways(found, config, workload)
     rows = {row.name: row for row in ways}
@@ -178,3 +182,43 @@ def test_keys_that_do_not_do_what_they_seem_to_are_told(
 ) -> None:
     found = estimate_job(job(**keys), config, workload, hardware)
     assert any(note in said for said in found.notes)
+
+
+SPLIT = {"optim_master": "split", "precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        SPLIT,
+        {**SPLIT, "offload_optimizer": "cpu"},
+        {**SPLIT, "offload_optimizer": "nvme", "offload_param": "cpu"},
+        {"offload_param": "cpu", "offload_prefetch": 0},
+        {"offload_optimizer": "cpu", "offload_optimizer_fraction": 0.5, "precision": "bf16"},
+    ],
+)
+def test_an_estimate_is_the_bill_of_the_plan_where_no_technique_is_needed(
+    config: PretrainedConfig, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "engine_lacks", engine_lacks)
+    job = make_job(nvme_limit="10GiB", **keys)
+    found = estimate_job(job, config, WORKLOAD, make_hardware())
+    planned = plan_job(job, config, WORKLOAD, make_hardware(), make_rates())
+    assert found.policies == planned.policies
+    assert found.bill == planned.bill
+
+
+@pytest.mark.parametrize("num_gpus", [{}, {"num_gpus": 1}])
+def test_an_estimate_for_a_card_has_the_lazy_step_that_a_plan_has_there(
+    config: PretrainedConfig, num_gpus: dict[str, Any]
+) -> None:
+    job = make_job(offload_optimizer="cpu", **num_gpus)
+    found = estimate_job(job, config, WORKLOAD, make_hardware())
+    assert found.policies.placement.lazy_step is bool(num_gpus)
+
+
+def test_keys_without_effect_are_noted(config: PretrainedConfig) -> None:
+    job = make_job(offload_prefetch=3)
+    found = estimate_job(job, config, WORKLOAD, make_hardware())
+    assert any(note.startswith("offload_prefetch: 3 has no effect") for note in found.notes)

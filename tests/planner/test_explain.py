@@ -1,28 +1,22 @@
-"""Every number in a reason is a difference of two bills; what is said to fit does fit."""
+"""Every number in a reason is a difference of two bills."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tightfit.errors import DoesNotFitError
 from tightfit.facts.job import Job
-from tightfit.facts.workload import Workload
-from tightfit.planner.explain import reasons_for
-from tightfit.planner.fitting import possible
-from tightfit.planner.options import options_of, without_technique
+from tightfit.planner.explain import reasons_for, without_effect
+from tightfit.planner.options import without_technique
 from tightfit.planner.plan import Limits, Plan
 from tightfit.planner.pricing import Pricing
-from tightfit.policies import Tier
+from tightfit.policies import PlacementPolicy, Policies, Tier
 from tightfit.units import format_bytes, format_seconds
 
 Planner = Callable[..., Plan]
-LEANEST = {
-    "per_device_train_batch_size": 1, "loss": "chunked", "gradient_checkpointing": "true",
-}  # fmt: skip
 
 
 def test_reasons_are_differences_of_two_bills(
@@ -49,92 +43,35 @@ def test_a_technique_that_saves_time_or_is_not_needed_says_so(pricing: Pricing) 
     assert "less per step; it also fits without" in reason
 
 
-def advice(error: DoesNotFitError) -> dict[str, str]:
-    """What the error says would fit, by kind of advice."""
-    text = str(error)
-    found = {
-        "cutoff_len": re.search(r"would fit: cutoff_len: (\d+) instead of 128", text),
-        "lora": re.search(r"would fit: LoRA \(allow: \[lora\]\): (.+) on the device", text),
-        "memory_limit": re.search(r"would fit: the same plan with memory_limit: (\w+)", text),
-    }
-    assert text.count("would fit:") == sum(match is not None for match in found.values())
-    return {name: match[1] for name, match in found.items() if match}
-
-
-def test_the_message_says_how_much_is_missing(plan: Planner, peaks: list[int]) -> None:
-    with pytest.raises(DoesNotFitError) as raised:
-        plan(memory_limit=peaks[0] - 5000)
-    assert raised.value.missing_bytes == 5000
-    assert "4.9 KiB more than the limit" in str(raised.value)
-    assert format_bytes(peaks[0]) in str(raised.value)
-    assert raised.value.exit_code == 3
-
-
-def test_what_the_message_names_would_fit(plan: Planner, peaks: list[int]) -> None:
-    """By planning again with exactly the change that is named."""
-    limit = peaks[0] - 5000
-    with pytest.raises(DoesNotFitError) as raised:
-        plan(memory_limit=limit, lora_rank=2, **LEANEST)
-    said = advice(raised.value)
-    assert set(said) == {"cutoff_len", "lora", "memory_limit"}
-    shorter = Workload(int(said["cutoff_len"]), 2)
-    assert plan(workload=shorter, memory_limit=limit, **LEANEST).fits
-    with_lora = plan(memory_limit=limit, lora_rank=2, allow=["lora"], **LEANEST)
-    assert with_lora.fits
-    assert with_lora.policies.adapter is not None
-    assert plan(memory_limit=said["memory_limit"], **LEANEST).fits
-
-
-def test_lora_is_not_advised_where_the_jobs_own_rank_would_not_fit(
-    plan: Planner, peaks: list[int]
+@pytest.mark.parametrize(
+    ("keys", "placement", "named"),
+    [
+        ({}, PlacementPolicy(), []),
+        ({"lazy_step": False, "offload_prefetch": "auto"}, PlacementPolicy(), []),
+        ({"lazy_step": True}, PlacementPolicy(), ["lazy_step: true"]),
+        ({"lazy_step": True}, PlacementPolicy(Tier.HOST, Tier.HOST), []),
+        ({"offload_optimizer_fraction": 0.5}, PlacementPolicy(),
+         ["offload_optimizer_fraction: 0.5"]),
+        ({"offload_optimizer_fraction": 0.5}, PlacementPolicy(Tier.HOST, Tier.HOST), []),
+        ({"offload_param_fraction": 0.5, "offload_prefetch": 0}, PlacementPolicy(),
+         ["offload_param_fraction: 0.5", "offload_prefetch: 0"]),
+        ({"offload_param_fraction": 0.5, "offload_prefetch": 2},
+         PlacementPolicy(activations=Tier.HOST), ["offload_param_fraction: 0.5"]),
+    ],
+)  # fmt: skip
+def test_keys_that_do_nothing_are_named(
+    keys: dict[str, Any], placement: PlacementPolicy, named: list[str]
 ) -> None:
-    """Rank 2 fits; what is asked about is rank 512, which is larger than the model."""
-    limit = peaks[0] - 5000
-    keys = {"memory_limit": limit, "lora_rank": 512, "offload_optimizer": "none"}
-    with pytest.raises(DoesNotFitError) as raised:
-        plan(**keys)
-    assert "lora" not in advice(raised.value)
-    with pytest.raises(DoesNotFitError):
-        plan(**keys, allow=["lora"])
+    job = Job(model_name_or_path="m", **keys)
+    found = list(without_effect(job, Policies(placement=placement)))
+    assert [line.split(" has no effect")[0] for line in found] == named
 
 
-@pytest.mark.parametrize("allow", [[], ["lora"]])
-def test_a_limit_below_the_model_states_names_the_smallest_plan(
-    plan: Planner, peaks: list[int], allow: list[str]
-) -> None:
-    """No candidate is priced then; the smallest one must be found nevertheless."""
-    with pytest.raises(DoesNotFitError) as raised:
-        plan(memory_limit="1KiB", allow=allow)
-    said = advice(raised.value)
-    assert set(said) == {"memory_limit"}
-    assert plan(memory_limit=said["memory_limit"], allow=allow).fits
-    if allow:
-        assert raised.value.missing_bytes < peaks[0] - 1024
-        assert "LoRA" in str(raised.value)
-    else:
-        assert raised.value.missing_bytes == peaks[0] - 1024
-
-
-def test_raising_the_device_limit_is_not_advised_where_the_ram_is_short(
-    plan: Planner, peaks: list[int]
-) -> None:
-    with pytest.raises(DoesNotFitError) as raised:
-        plan(ram_bytes=peaks[0] // 4)
-    assert "memory_limit" not in advice(raised.value)
-
-
-@pytest.mark.parametrize("ram_share", [0.9, 0.6, 0.3])
-def test_what_is_missing_is_the_least_of_all_candidates(
-    plan: Planner, peaks: list[int], pricing: Pricing, ram_share: float
-) -> None:
-    """The plan with the smallest device peak may miss the RAM by more than another."""
-    ram = int(peaks[0] * ram_share)
-    with pytest.raises(DoesNotFitError) as raised:
-        plan(ram_bytes=ram)
-    options = options_of(
-        Job(model_name_or_path="m", train_batch_size=2), precision="fp32", chunked_loss=True
-    )
-    limits = Limits(ram, ram, ram)
-    candidates = [policies for policies in options.candidates() if possible(policies)]
-    least = min(limits.missing_bytes(pricing.bill(p)) for p in candidates)
-    assert raised.value.missing_bytes == least
+def test_a_plan_says_which_keys_did_nothing(plan: Planner) -> None:
+    chosen = plan(memory_limit="1GiB", offload_optimizer_fraction=0.5, lazy_step="true")
+    assert [note.split(":")[0] for note in chosen.notes] == [
+        "offload_optimizer_fraction",
+        "lazy_step",
+    ]
+    assert chosen.to_json()["notes"] == list(chosen.notes)
+    assert plan(memory_limit="1GiB").notes == ()

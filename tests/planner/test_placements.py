@@ -48,29 +48,34 @@ def test_what_may_leave_under_auto_nearest_first(job: MakeJob) -> None:
         (HOST, NVME, DEVICE),
         (HOST, HOST, HOST),
         (HOST, NVME, HOST),
+        (HOST, HOST, NVME),
         (HOST, NVME, NVME),
         (NVME, NVME, NVME),
     ]
     every = choices(job()).all()
-    assert len(every) == len(set(every)) == 14
-    assert [p.activations for p in every] == [DEVICE] * 7 + [HOST] * 7
+    assert len(every) == len(set(every)) == 16
+    assert [p.activations for p in every] == [DEVICE] * 8 + [HOST] * 8
 
 
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ({"offload_optimizer": "none"}, [(DEVICE, DEVICE, DEVICE)]),
-        ({"offload_optimizer": "cpu"}, [(HOST, HOST, DEVICE), (HOST, HOST, HOST)]),
+        ({"offload_optimizer": "cpu"},
+         [(HOST, HOST, DEVICE), (HOST, HOST, HOST), (HOST, HOST, NVME)]),
         ({"offload_optimizer": "cpu", "offload_param": "none"}, [(HOST, HOST, DEVICE)]),
         ({"offload_param": "cpu"}, [(HOST, HOST, HOST), (HOST, NVME, HOST)]),
         ({"offload_param": "nvme", "offload_optimizer": "cpu"}, [(HOST, HOST, NVME)]),
+        ({"offload_param": "nvme"},
+         [(HOST, HOST, NVME), (HOST, NVME, NVME), (NVME, NVME, NVME)]),
         ({"offload_param": "none", "offload_optimizer_fraction": 0.5},
          [(DEVICE, DEVICE, DEVICE), (HOST, HOST, DEVICE), (HOST, NVME, DEVICE)]),
         ({"offload_optimizer_fraction": 0.5, "offload_optimizer": "cpu"},
          [(HOST, HOST, DEVICE)]),
         ({"finetuning_type": "lora", "offload_param": "cpu"},
          [(DEVICE, DEVICE, HOST), (HOST, HOST, HOST)]),
-        ({"optim_master": "split", "offload_optimizer": "cpu"}, [(HOST, HOST, HOST)]),
+        ({"optim_master": "split", "offload_optimizer": "cpu"},
+         [(HOST, HOST, HOST), (HOST, HOST, NVME)]),
     ],
 )  # fmt: skip
 def test_what_may_leave_under_keys(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -233,6 +234,43 @@ def test_a_resumed_run_is_the_same_run(
         values = [[getattr(record, name) for record in run.result.records] for run in (whole, rest)]
         assert values[1] == values[0][stop:]
     assert_same_bits(weights(rest.result.checkpoint), weights(whole.result.checkpoint))
+
+
+class InterruptTwice:
+    """Presses Ctrl-C twice after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def step(self, record: StepRecord) -> None:
+        if record.step == self.at:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, r"^stopped at once; nothing was saved"),
+        ({"save_strategy": "steps", "save_steps": 2},
+         r"^stopped at once; the last checkpoint is .*checkpoint-2; continue .* with --resume$"),
+        ({"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
+         r"^stopped at once; the last checkpoint is .*checkpoint-2$"),
+    ],
+)  # fmt: skip
+def test_a_second_interrupt_stops_at_once_and_says_what_there_is(
+    job: MakeJob, plain: Keys, no_measuring: None, keys: Keys, said: str
+) -> None:
+    from tightfit.errors import Interrupted
+
+    prepared = prepare(job(**plain, **keys))
+    with pytest.raises(Interrupted, match=said) as raised:
+        train(prepared, make_plan(prepared), [InterruptTwice(3)])
+    assert raised.value.exit_code == 130
+    assert not list(prepared.output_dir.glob("checkpoint-3"))
 
 
 def test_dropout_is_really_drawn(run_job: RunJob, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tightfit.cli.planning import planning_status
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
@@ -24,7 +25,8 @@ def run(job: Job, *, as_json: bool) -> int:
     hardware = usable_hardware(Path(job.output_dir or "."))
     spec = load_model_spec(job.model_name_or_path)
     too_long = check_length(spec, job.cutoff_len)
-    plan = plan_job(job, spec.config, planned_workload(job), hardware)
+    with planning_status() as observe:
+        plan = plan_job(job, spec.config, planned_workload(job), hardware, observe=observe)
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.cli.plan import show_plan_with_bills
+from tightfit.cli.planning import planning_status
 from tightfit.errors import TrainingError
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
@@ -32,7 +33,8 @@ def run(job: Job) -> int:
         console.print(Text(said), soft_wrap=True)
         return 0
     _show_facts(console, prepared)
-    plan = make_plan(prepared)
+    with planning_status() as observe:
+        plan = make_plan(prepared, observe)
     show_plan_with_bills(console, plan)
     _warn_of_slow_precision(console, prepared, plan)
     result = _train(console, prepared, plan)

@@ -1,7 +1,9 @@
 """What a candidate takes at least, from closed forms and from what was priced before.
 
-A dry run takes a second, so most candidates are turned down without one. Model states are closed
-forms, and so is what a loss cannot do without. What a micro-batch of m sequences leaves for
+A dry run takes seconds, so most candidates are turned down without one. Model states are closed
+forms, and so are what a loss cannot do without and the parameters that visit the device, of which
+a layer or an end is there at a time. What loading, starting and saving take does not depend on the
+batch at all. What a micro-batch of m sequences leaves for
 backward, with the scratch of the operations at that moment, grows with m along a line that starts
 at or above zero: one of k sequences takes k/m of it at least, and a larger one as much. What layers
 leave does not depend on the loss. Activations count on the tier where they wait.
@@ -10,12 +12,14 @@ leave does not depend on the loss. Activations count on the tier where they wait
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
 
-from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.bill.model_states import state_widths
+from tightfit.bill.on_disk import SLOTS
+from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run import DryRun
-from tightfit.planner.fractions import state_bytes
+from tightfit.planner.fractions import share_leaving, state_bytes
 from tightfit.policies import (
     AdapterPolicy,
     CheckpointingPolicy,
@@ -28,6 +32,13 @@ from tightfit.policies import (
 _HOST = (Tier.HOST, Tier.PINNED)
 _OF_THE_BATCH = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.TEMPORARIES)
 _FP32_BYTES = 4
+_STAYING = (
+    Kind.PARAMETERS,
+    Kind.GRADIENTS,
+    Kind.MASTER_WEIGHTS,
+    Kind.OPTIMIZER_STATES,
+    Kind.BUFFERS,
+)
 _Layers = tuple[CheckpointingPolicy, AdapterPolicy | None]  # decides what layers leave
 
 
@@ -77,9 +88,13 @@ class LowerBounds:
 
     sequence_length: int
     _seen: dict[_Layers, list[_Seen]] = field(default_factory=lambda: defaultdict(list))
+    _beside: dict[Hashable, dict[Tier, Kinds]] = field(default_factory=dict)
 
     def learn(self, policies: Policies, run: DryRun) -> None:
         """Take a dry run in."""
+        for phase, key in _beside_training(policies).items():
+            tiers = run.table.peaks.get(phase, {})
+            self._beside[key] = {tier: _fixed(kinds) for tier, kinds in tiers.items()}
         own = self._at_most_of_the_loss(policies, run)
         forward = run.table.peaks.get(Phase.FORWARD, {}).get(Tier.DEVICE, {})
         of_layers = max(0, forward.get(Kind.ACTIVATIONS, 0) - own)
@@ -105,6 +120,9 @@ class LowerBounds:
         """
         tiers = state_bytes(run, policies)
         tiers[Tier.DEVICE].pop(Kind.GRADIENTS, None)
+        for kind, count in tiers[Tier.NVME].items():
+            if kind is not Kind.GRADIENTS and (kind is not Kind.PARAMETERS or not run.frozen):
+                tiers[Tier.NVME][kind] = SLOTS * count
         return MemoryTable({Phase.STEP: tiers})
 
     def table(self, policies: Policies, run: DryRun) -> MemoryTable:
@@ -120,12 +138,29 @@ class LowerBounds:
         same_loss = [one for one in seen if one.loss == policies.loss]
         measured = _most(one.least_bytes(sequences, activations_stay=stay) for one in same_loss)
         of_layers = self._least_of_layers(policies, run) if stay else 0
-        least_bytes = max(measured, of_layers + self._least_of_the_loss(policies, run))
+        of_the_loss = self._least_of_the_loss(policies, run)
+        layer, end = _visiting(policies, run)
+        least_bytes = max(measured, layer, end + of_layers + of_the_loss)
         least = least.plus(Tier.DEVICE, Kind.ACTIVATIONS, least_bytes)
-        if stay:
-            return least
-        host = _most(one.least_host_bytes(sequences) for one in same_loss)
-        return least.plus(Tier.HOST, Kind.ACTIVATIONS, host)
+        if not stay:
+            host = _most(one.least_host_bytes(sequences) for one in same_loss)
+            least = least.plus(Tier.HOST, Kind.ACTIVATIONS, host)
+        return self._with_the_rest(policies, least)
+
+    def whatever_the_batch(self, policies: Policies, run: DryRun) -> MemoryTable:
+        """States, what visits the device, and what was seen beside training.
+
+        Args:
+            run: of the same model and adapter.
+        """
+        visiting = max(_visiting(policies, run))
+        states = self.states(policies, run).plus(Tier.DEVICE, Kind.PARAMETERS, visiting)
+        return self._with_the_rest(policies, states)
+
+    def _with_the_rest(self, policies: Policies, step: MemoryTable) -> MemoryTable:
+        keys = _beside_training(policies)
+        beside = {phase: self._beside[key] for phase, key in keys.items() if key in self._beside}
+        return MemoryTable({**step.peaks, **beside})
 
     def _least_of_layers(self, policies: Policies, run: DryRun) -> int:
         """What layers leave when the loss begins: as seen with any loss, or their inputs alone."""
@@ -153,6 +188,42 @@ class LowerBounds:
 
     def _tokens(self, policies: Policies) -> int:
         return policies.batch.micro_batch_size * self.sequence_length
+
+
+def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
+    """Parameters that live elsewhere and are on the device at a time: those of a layer at its turn,
+    and those of the output layer while the loss is made."""
+    placement = policies.placement
+    if placement.parameters is Tier.DEVICE:
+        return 0, 0
+    shape, widths = run.shape, state_widths(policies)
+    end = shape.vocab_size * shape.hidden_size
+    total = run.trainable + run.frozen
+    inside = max(0, total - (1 if shape.tied else 2) * end) // shape.layers
+    width = min(widths.trainable, widths.frozen)
+    leaves = share_leaving(placement.parameter_fraction, run, trained=False) == 1
+    return width * inside, width * end if leaves else 0
+
+
+def _beside_training(policies: Policies) -> dict[Phase, Hashable]:
+    """All that decides what is there before and after training, whatever the batch and the loss."""
+    placement = policies.placement
+    model = (policies.adapter, policies.quantisation, policies.precision)
+    loading = (Phase.LOAD, placement.parameters, placement.parameter_fraction, *model)
+    staying = (
+        replace(placement, activations=Tier.DEVICE),
+        policies.optimizer.name,
+        policies.optimizer.split_master,
+        policies.batch.accumulation_steps > 1,
+        *model,
+    )
+    after = {phase: (phase, staying) for phase in (Phase.INIT, Phase.RESUME, Phase.SAVE)}
+    return {Phase.LOAD: loading, **after}
+
+
+def _fixed(kinds: Kinds) -> Kinds:
+    """What is not of a batch, nor made for what passes through."""
+    return {kind: count for kind, count in kinds.items() if kind in _STAYING}
 
 
 def _layers(policies: Policies) -> _Layers:

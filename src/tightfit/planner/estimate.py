@@ -25,6 +25,7 @@ from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
 from tightfit.planner.agreement import planned_policies
+from tightfit.planner.explain import without_effect
 from tightfit.planner.machine import card_of, limits_of, precision_of
 from tightfit.planner.options import model_options
 from tightfit.planner.plan import Limits, bill_json
@@ -127,7 +128,9 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
         UnsupportedError: the model cannot do what the job asks.
     """
     card = card_of(job, hardware)
-    options = model_options(job, fields_of(config), precision_of(job, card))
+    options = model_options(
+        job, fields_of(config), precision_of(job, card), on_card=card is not None
+    )
     policies = options.plain() if job.plan is None else planned_policies(job, options)
     run = dry_run(config, policies, workload, card=card)
     return Estimate(
@@ -139,6 +142,7 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
         notes=(
             *run.notes,
             *_job_notes(job, card),
+            *without_effect(job, policies),
             *_base_notes(run),
             *_card_notes(hardware, card, job.num_gpus),
         ),

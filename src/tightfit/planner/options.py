@@ -14,6 +14,7 @@ from tightfit.errors import ConfigError
 from tightfit.facts.attention import default_attention
 from tightfit.facts.job import Job
 from tightfit.facts.logits import logit_transform
+from tightfit.planner.fitting import possible
 from tightfit.planner.placements import PlacementChoices, placement_choices, without_placement
 from tightfit.policies import (
     AdapterPolicy,
@@ -58,8 +59,9 @@ class Options:
     lora_placement: PlacementChoices
 
     def plain(self) -> Policies:
-        """No technique that was not asked for."""
-        return next(self.candidates())
+        """No technique that was not asked for: the nearest to it that the engine can do."""
+        nearest = next(self.candidates())
+        return next(filter(possible, self.candidates()), nearest)
 
     def leanest(self, adapter: AdapterPolicy | None = None) -> list[Policies]:
         """The smallest batch with every technique that is open, for each placement and each loss

@@ -15,7 +15,6 @@ from tightfit.planner.words import percent
 from tightfit.policies import PlacementPolicy, Policies, Tier
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-_DISTANCE = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 _PREFETCH = 1  # layers ahead: more only help where copies are late for single layers
 
 
@@ -60,16 +59,13 @@ class PlacementChoices:
                 yield self._placement(gradients, states, parameters, activations)
 
     def _goes_together(self, states: Tier, parameters: Tier) -> bool:
-        """Parameters that are trained leave after their states and, where there is a choice, no
-        further than they."""
+        """Parameters that are trained leave after their states. To where is another matter: on the
+        disk they take less of it than states, and on the host less of that."""
         if self.together and (states is Tier.DEVICE) != (parameters is Tier.DEVICE):
             return False
         if not self.trains_parameters or parameters is Tier.DEVICE:
             return True
-        if states is Tier.DEVICE or self.optimizer_fraction not in (None, 1.0):
-            return False
-        both_named = len(self.states) == 1 and len(self.parameters) == 1
-        return both_named or _DISTANCE.index(parameters) <= _DISTANCE.index(states)
+        return states is not Tier.DEVICE and self.optimizer_fraction in (None, 1.0)
 
     def _gradient_tiers(self, states: Tier, parameters: Tier) -> tuple[Tier, ...]:
         """The host, and the disk where everything else is there: the host is short then."""

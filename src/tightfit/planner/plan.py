@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tightfit.bill.table import MemoryTable
 from tightfit.planner.words import techniques
@@ -37,10 +38,23 @@ class Limits:
 
     def tightest(self, bill: MemoryTable) -> LimitUse | None:
         """The limit that `bill` is furthest over, or nearest to; None without limits."""
+        return max(self._uses(bill), key=lambda use: use.missing_bytes, default=None)
+
+    def short(self, bill: MemoryTable) -> list[LimitUse]:
+        """Every limit that `bill` is over, from the device outwards. Where device or host may have
+        all of the RAM that they share, only the RAM is named."""
+        return [
+            use
+            for use in self._uses(bill)
+            if use.missing_bytes > 0
+            and (use.name in ("RAM", "nvme") or use.limit_bytes != self.shared_bytes)
+        ]
+
+    def _uses(self, bill: MemoryTable) -> list[LimitUse]:
         device = bill.peak_bytes(Tier.DEVICE)
         host = self.ranks * (bill.peak_bytes(Tier.HOST) + bill.peak_bytes(Tier.PINNED))
         nvme = self.ranks * bill.peak_bytes(Tier.NVME)
-        uses = [
+        return [
             LimitUse(name, need, limit)
             for name, need, limit in (
                 ("device", device, self.device_bytes),
@@ -50,7 +64,6 @@ class Limits:
             )
             if limit is not None
         ]
-        return max(uses, key=lambda use: use.missing_bytes, default=None)
 
 
 # RAM has no key of its own: `host_memory_limit` says what there is of it.
@@ -137,6 +150,8 @@ class Plan:
         plain: bill of the same job without any technique, margin included.
         reasons: one sentence for each technique: what it saves here and what it costs.
         alternatives: what was turned down, in the order of predicted time.
+        notes: keys of the job that have changed nothing, one sentence each.
+        offload_folder: of what is on nvme, whose disk was looked at; None where nothing is.
     """
 
     policies: Policies
@@ -148,6 +163,8 @@ class Plan:
     frozen_parameters: int
     reasons: tuple[str, ...]
     alternatives: tuple[Candidate, ...]
+    notes: tuple[str, ...] = ()
+    offload_folder: Path | None = None
 
     @property
     def fits(self) -> bool:
@@ -167,6 +184,7 @@ class Plan:
             },
             "plain_peak_bytes": {str(tier): self.plain.peak_bytes(tier) for tier in Tier},
             "reasons": list(self.reasons),
+            "notes": list(self.notes),
             "alternatives": [_alternative_json(candidate) for candidate in self.alternatives],
         }
 

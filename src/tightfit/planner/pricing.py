@@ -5,7 +5,7 @@ Knows how to price; which prices to ask for is the search's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 
 # The content of a config.json, or transformers' own object.
 Config: TypeAlias = "Mapping[str, Any] | PretrainedConfig"
+
+
+Observe: TypeAlias = Callable[[Policies], None]
+
+
+def nobody(policies: Policies) -> None:
+    """Nobody watches."""
 
 
 def fields_of(config: Config) -> Mapping[str, Any]:
@@ -66,6 +73,7 @@ class Pricing:
 
     Attributes:
         card: compute capability of the card that is planned for.
+        observe: told what is worked out, before each dry run.
         plain: the job without techniques; counts that do not depend on them are taken from it.
     """
 
@@ -74,6 +82,7 @@ class Pricing:
     workload: Workload
     rates: Rates
     card: Capability | None = None
+    observe: Observe = nobody
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
     _least: LowerBounds = field(init=False)
 
@@ -90,6 +99,7 @@ class Pricing:
         states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
         key = (replace(policies, optimizer=states), full_depth)
         if key not in self._runs:
+            self.observe(policies)
             self._runs[key] = dry_run(
                 self.config, policies, self.workload, full_depth=full_depth, card=self.card
             )
@@ -104,6 +114,10 @@ class Pricing:
     def least_states(self, policies: Policies) -> MemoryTable:
         """What model states alone take, whatever the batch: a lower bound."""
         return self._least.states(policies, self.counts(policies))
+
+    def least_whatever_the_batch(self, policies: Policies) -> MemoryTable:
+        """States and what visits the device, and what was seen beside training: a lower bound."""
+        return self._least.whatever_the_batch(policies, self.counts(policies))
 
     def least_bill(self, policies: Policies) -> MemoryTable:
         """A lower bound from closed forms and from the dry runs so far; it makes none."""
@@ -134,13 +148,15 @@ class Pricing:
 
     def counts(self, policies: Policies) -> DryRun:
         """A run of the same model and adapter: its counts and its shape are theirs too."""
-        if policies.adapter == self.plain.adapter:
+        same = (self.plain.adapter, self.plain.quantisation)
+        if (policies.adapter, policies.quantisation) == same:
             return self.run(self.plain)
         optimizer = replace(self.plain.optimizer, split_master=False)
         return self.run(
             replace(
                 self.plain,
                 adapter=policies.adapter,
+                quantisation=policies.quantisation,
                 optimizer=optimizer,
                 placement=PlacementPolicy(),
             )

@@ -11,7 +11,8 @@ else fits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,19 +26,18 @@ from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
 from tightfit.planner.agreement import planned_policies
 from tightfit.planner.disk_rate import measure_disk
-from tightfit.planner.explain import nothing_fits, reasons_for
+from tightfit.planner.explain import reasons_for, without_effect
 from tightfit.planner.first_fit import FirstFit
 from tightfit.planner.fitting import Fitting, possible
 from tightfit.planner.machine import card_here, limits_of, precision_of
+from tightfit.planner.nothing_fits import MayAllow, Shortage
 from tightfit.planner.options import Options, model_options
 from tightfit.planner.placements import uses_disk
 from tightfit.planner.plan import Plan
-from tightfit.planner.pricing import Config, Pricing, fields_of
+from tightfit.planner.pricing import Config, Observe, Pricing, fields_of, nobody
 from tightfit.planner.rates import Rates, measure_rates
-from tightfit.policies import AdapterPolicy, Policies
+from tightfit.policies import AdapterPolicy, Policies, QuantisationPolicy
 from tightfit.units import format_bytes
-
-_LEANEST_PRICED = 4  # of the leanest candidates, when nothing fits, to say by how much
 
 
 def plan_job(
@@ -46,18 +46,20 @@ def plan_job(
     workload: Workload,
     hardware: Hardware,
     rates: Rates | None = None,
+    observe: Observe = nobody,
 ) -> Plan:
     """The plan for a job: the job's plan file if it names one, else the fastest that fits.
 
     Args:
         rates: of this machine; measured when None.
+        observe: told of all policies that are about to be priced, which may take long.
 
     Raises:
         DoesNotFitError: nothing fits, or the plan file does not.
         ConfigError: the job or its plan file contradicts the model.
         UnsupportedError: the machine is another one and nobody knows its rates.
     """
-    search = _prepare(job, config, workload, hardware, rates)
+    search = _prepare(job, config, workload, hardware, rates, observe)
     if job.plan is not None:
         policies = planned_policies(job, search.options)
         check_engine_can(policies)
@@ -74,8 +76,11 @@ def _prepare(
     workload: Workload,
     hardware: Hardware,
     rates: Rates | None,
+    observe: Observe,
 ) -> _Search:
-    _check_can_be_trained(job)
+    refused = _not_planned(job)
+    if refused is not None:
+        raise UnsupportedError(refused)
     if job.names_disk:
         check_is_disk(job.disk_folder)
     card = card_here(hardware)
@@ -90,32 +95,34 @@ def _prepare(
         )
     folder = nearest_existing(job.disk_folder) if rates is None else None
     rates = rates or measure_rates(device, torch.float32 if card is None else DTYPES[precision])
-    pricing = Pricing(options.plain(), config, workload, rates, card)
+    pricing = Pricing(options.plain(), config, workload, rates, card, observe)
     return _Search(
+        job,
         pricing,
         options,
         Fitting(pricing, limits_of(job, hardware, card)),
-        folder,
-        why_no_disk(job.disk_folder),
+        disk_folder=folder,
+        no_disk=why_no_disk(job.disk_folder),
+        quantises=_not_planned(_with_few_bits(job)) is None,
     )
 
 
-def _check_can_be_trained(job: Job) -> None:
-    """See that the job needs nothing that the engine does and loading or launching does not yet.
-
-    Raises:
-        UnsupportedError: it does.
-    """
+def _not_planned(job: Job) -> str | None:
+    """What of a job the engine does and loading or launching does not yet; None where nothing."""
     if job.num_gpus > 1:
-        raise UnsupportedError(
+        return (
             f"num_gpus: {job.num_gpus} is not available in planning and training yet; "
             "`tightfit estimate` prices it, and `--compare` all ways to share it out"
         )
     if job.quantization_bit is not None or job.precision == "fp16":
         key = "precision: fp16" if job.precision == "fp16" else "quantization_bit"
-        raise UnsupportedError(
-            f"{key} is not available in planning and training yet; `tightfit estimate` prices it"
-        )
+        return f"{key} is not available in planning and training yet; `tightfit estimate` prices it"
+    return None
+
+
+def _with_few_bits(job: Job) -> Job:
+    """The job as QLoRA."""
+    return job.model_copy(update={"finetuning_type": "lora", "quantization_bit": 4})
 
 
 @dataclass
@@ -123,15 +130,19 @@ class _Search:
     """Looks for the plan of one job.
 
     Attributes:
+        job: what is planned for.
         disk_folder: on the disk whose rates are not known yet; None where they are.
         no_disk: why nothing can go to nvme; None where it can.
+        quantises: whether a base of few bits can be planned for.
     """
 
+    job: Job
     pricing: Pricing
     options: Options
     fitting: Fitting
     disk_folder: Path | None
     no_disk: str | None
+    quantises: bool
 
     def best(self) -> Plan:
         """The fastest plan that fits.
@@ -144,8 +155,7 @@ class _Search:
         if found is None and lora is not None:
             found = self._first_fit(lora)
         if found is None:
-            limits = self.fitting.limits
-            raise nothing_fits(self._tried(), self.options.lora, self.pricing, limits, self.no_disk)
+            raise self._nothing_fits()
         return self.plan_of(found)
 
     def _first_fit(self, adapter: AdapterPolicy | None) -> Policies | None:
@@ -165,17 +175,34 @@ class _Search:
             self.pricing.rates = self.pricing.rates.with_disk(measure_disk(self.disk_folder))
             self.disk_folder = None
 
-    def _tried(self) -> list[Policies]:
-        """What was priced and turned down, and the leanest of those that needed no pricing."""
-        fitting = self.fitting
-        priced = [candidate.policies for candidate in fitting.turned_down if candidate.bill]
-        lean = self.options.leanest()
+    def _nothing_fits(self) -> DoesNotFitError:
+        """The error, for what was priced and turned down and for the leanest that needed none."""
+        priced = [candidate.policies for candidate in self.fitting.turned_down if candidate.bill]
+        lean = self._leanest(None)
         if self.options.lora_if_nothing_fits is not None:
-            lean += self.options.leanest(self.options.lora_if_nothing_fits)
-        lean = [policies for policies in lean if possible(policies)]
-        lean.sort(key=lambda p: fitting.limits.missing_bytes(self.pricing.least_bill(p)))
-        priced += [p for p in lean[:_LEANEST_PRICED] if fitting.refusal(p) is None]
-        return priced or [self.options.plain()]
+            lean += self._leanest(self.options.lora_if_nothing_fits)
+        shortage = Shortage(self.fitting, tuple(self._may_allow()), self.no_disk)
+        return shortage.error(dict.fromkeys([*priced, *lean]), self.pricing.plain)
+
+    def _may_allow(self) -> Iterator[MayAllow]:
+        """Adapters, with placements of their own, where the job trains all parameters."""
+        if self.options.fixed.adapter is not None:
+            return
+        lean = self._leanest(self.options.lora)
+        if self.options.lora_if_nothing_fits is None:
+            yield MayAllow("LoRA (allow: [lora])", lean)
+        if self.quantises:
+            base = QuantisationPolicy(4)
+            four = [replace(policies, quantisation=base) for policies in lean]
+            yield MayAllow("QLoRA (finetuning_type: qlora)", [p for p in four if possible(p)])
+
+    def _leanest(self, adapter: AdapterPolicy | None) -> list[Policies]:
+        """Those that the engine can do and that need no disk where there is none."""
+        return [
+            policies
+            for policies in self.options.leanest(adapter)
+            if possible(policies) and not (self.no_disk and uses_disk(policies.placement))
+        ]
 
     def require_fit(self, plan: Plan) -> Plan:
         """`plan`, if it fits.
@@ -207,4 +234,6 @@ class _Search:
             frozen_parameters=run.frozen,
             reasons=tuple(reasons_for(policies, self.pricing, limits)),
             alternatives=tuple(self.fitting.turned_down),
+            notes=tuple(without_effect(self.job, policies)),
+            offload_folder=self.job.disk_folder if uses_disk(policies.placement) else None,
         )

@@ -103,6 +103,8 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print(Text(f"  + {reason}"), soft_wrap=True)
     if not plan.reasons:
         console.print(Text("  plain training; no technique is needed"))
+    for note in plan.notes:
+        console.print(Text(f"  note: {note}", style="yellow"), soft_wrap=True)
     if plan.alternatives:
         console.print(_alternatives_table(plan.alternatives))
     console.print(Text(_peaks(plan)), Text(_seconds(plan)), sep="\n", soft_wrap=True)

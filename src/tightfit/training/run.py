@@ -16,7 +16,7 @@ from tightfit.bill.table import MemoryTable
 from tightfit.dry_run.config import load_config
 from tightfit.engine.apply import fit
 from tightfit.engine.precision import DTYPES
-from tightfit.errors import ConfigError, DoesNotFitError, ModelNotFoundError
+from tightfit.errors import ConfigError, DoesNotFitError, Interrupted, ModelNotFoundError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
@@ -27,6 +27,7 @@ from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.planner.machine import device_of, usable_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.plan_file import write_plan
+from tightfit.planner.pricing import Observe, nobody
 from tightfit.planner.search import plan_job
 from tightfit.training.batches import average_padded_length
 from tightfit.training.checkpoint import Progress, is_adapter, read_progress, restore
@@ -133,9 +134,12 @@ def _check_prompt(job: Job) -> None:
         raise ConfigError("sample_prompt is empty; write a question, or leave it out")
 
 
-def make_plan(run: PreparedRun) -> Plan:
+def make_plan(run: PreparedRun, observe: Observe = nobody) -> Plan:
     """Decide how to train; a resumed run goes on with its own plan as long as that fits and is not
     what the job's keys say now.
+
+    Args:
+        observe: told of all policies that are about to be priced.
 
     Raises:
         DoesNotFitError: nothing fits.
@@ -144,10 +148,10 @@ def make_plan(run: PreparedRun) -> Plan:
     if run.resume_from is not None and job.plan is None and own_plan.is_file():
         same = job.model_copy(update={"plan": str(own_plan)})
         try:
-            return plan_job(same, run.config, run.workload, run.hardware)
+            return plan_job(same, run.config, run.workload, run.hardware, observe=observe)
         except (DoesNotFitError, ConfigError):
             pass  # the machine, the limit or what the job asks for is another one now
-    return plan_job(job, run.config, run.workload, run.hardware)
+    return plan_job(job, run.config, run.workload, run.hardware, observe=observe)
 
 
 def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
@@ -155,7 +159,7 @@ def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
 
     Raises:
         TrainingError: training could not go on.
-        Interrupted: the user stopped it; a checkpoint was saved.
+        Interrupted: the user stopped it: after a step, when a checkpoint was saved, or at once.
         torch.OutOfMemoryError: the device's limit was crossed.
     """
     job = run.job
@@ -170,11 +174,23 @@ def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
         write_plan(plan, run.output_dir / PLAN)
         if start is None:
             answers += _answers(run, loop)
-        loop.run(start)
+        try:
+            loop.run(start)
+        except KeyboardInterrupt:
+            raise Interrupted(_cut_short(run, loop)) from None
         with watch.counting():
             answers += _answers(run, loop)
     checkpoint = loop.checkpoint or run.resume_from
     return RunResult(loop.records, loop.evaluations, watch.table(), answers, checkpoint)
+
+
+def _cut_short(run: PreparedRun, loop: TrainingLoop) -> str:
+    """What a second Ctrl-C leaves."""
+    saved = loop.checkpoint or run.resume_from
+    if saved is None:
+        return "stopped at once; nothing was saved, so there is nothing to resume"
+    again = "" if run.job.save_only_model else "; continue from there with --resume"
+    return f"stopped at once; the last checkpoint is {saved}{again}"
 
 
 def _restored(run: PreparedRun, loop: TrainingLoop) -> Progress | None:
