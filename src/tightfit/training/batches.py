@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tightfit.training.chat import IGNORED
+from tightfit.facts.labels import IGNORED
 from tightfit.training.samples import Sample
+
+_NOTHING = Sample(input_ids=(0, 0), labels=(IGNORED, IGNORED), file="", row=0)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,19 @@ def micro_batches(samples: Sequence[Sample], micro_batch_size: int) -> Iterator[
     """`samples` cut into pieces of `micro_batch_size`; the last one may be smaller."""
     for start in range(0, len(samples), micro_batch_size):
         yield list(samples[start : start + micro_batch_size])
+
+
+def rounds(
+    samples: Sequence[Sample], micro_batch_size: int, rank: int, ranks: int
+) -> list[list[Sample]]:
+    """The micro-batches of one of several ranks that share `samples` out.
+
+    All ranks have as many, since they wait for each other in each: where nothing is left for one,
+    it gets a sample of which nothing is trained.
+    """
+    dealt = list(micro_batches(samples, micro_batch_size))
+    missing = -len(dealt) % ranks
+    return [*dealt, *[[_NOTHING]] * missing][rank::ranks]
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int) -> Batch:

@@ -13,7 +13,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from tightfit.errors import DataError
-from tightfit.facts.labels import IGNORED as IGNORED
+from tightfit.facts.labels import IGNORED
 from tightfit.training.rows import Row
 
 _PROBE_WORDS = ("x", "0")  # two answers that differ from their first token on

@@ -16,21 +16,21 @@ from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.engine import Engine
 from tightfit.monitor.records import EvaluationRecord
-from tightfit.training.batches import Batch, collate, micro_batches, trained_tokens
+from tightfit.training.batches import Batch, collate, rounds, trained_tokens
 from tightfit.training.samples import Sample
 
 
 def evaluate(
     engine: Engine, samples: Sequence[Sample], batch_size: int, pad_token_id: int, step: int
 ) -> EvaluationRecord:
-    """Mean cross-entropy per trained token of `samples`."""
+    """Mean cross-entropy per trained token of `samples`, which all ranks share out."""
     start = time.perf_counter()
     longest_first = sorted(samples, key=lambda sample: -len(sample.input_ids))
-    total = 0.0
-    for group in micro_batches(longest_first, batch_size):
+    own = 0.0
+    for group in rounds(longest_first, batch_size, engine.ranks.data_rank, engine.ranks.data_ranks):
         batch = on_device(collate(group, pad_token_id), engine.device)
-        total += engine.evaluation_loss(batch.input_ids, batch.labels)
-    loss = total / trained_tokens(samples)
+        own += engine.evaluation_loss(batch.input_ids, batch.labels)
+    loss = engine.ranks.total([own])[0] / trained_tokens(samples)
     return EvaluationRecord(step=step, loss=loss, seconds=time.perf_counter() - start)
 
 

@@ -1,7 +1,8 @@
 """The training loop: global batches through the engine, evaluation and checkpoints in between.
 
 The loss of a step is the mean over the trained tokens of its global batch, however it is split
-into micro-batches. Knows the engine's face, not what a plan made of it.
+into micro-batches and among ranks, all of which run this loop. Knows the engine's face, not what a
+plan made of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tightfit.errors import ConfigError, Interrupted, TrainingError
 from tightfit.facts.job import Job
 from tightfit.monitor.memory import MemoryWatch
 from tightfit.monitor.records import EvaluationRecord, StepRecord
-from tightfit.training.batches import collate, global_batches, micro_batches, trained_tokens
+from tightfit.training import together
+from tightfit.training.batches import collate, global_batches, rounds, trained_tokens
 from tightfit.training.checkpoint import Progress, prune_checkpoints, save_checkpoint
 from tightfit.training.evaluation import evaluate, on_device
 from tightfit.training.interrupt import InterruptFlag
@@ -123,9 +125,9 @@ class TrainingLoop:
         with InterruptFlag() as interrupt:
             for progress, samples in self._steps(start):
                 self._one_step(progress, samples)
+                stop = together.any_of(interrupt.raised)
                 if self.schedule.evaluations_due(self._job, progress.step):
                     self.evaluate(progress.step)
-                stop = interrupt.raised
                 if stop or self.schedule.save_due(self._job, progress.step):
                     self._save(progress)
                 if stop:
@@ -207,17 +209,19 @@ class TrainingLoop:
         self._count_bad(record)
 
     def _forward_backward(self, samples: list[Sample]) -> tuple[float, int]:
-        """Loss per trained token of the global batch, and the tokens processed."""
+        """Loss per trained token of the global batch, and the tokens that all ranks processed."""
         total, tokens = 0.0, 0
         trained = trained_tokens(samples)
-        for group in micro_batches(samples, self._micro_batch_size):
+        ranks = self.engine.ranks
+        for group in rounds(samples, self._micro_batch_size, ranks.data_rank, ranks.data_ranks):
             batch = on_device(collate(group, self._pad_token_id), self.engine.device)
             loss = self.engine.loss(batch.input_ids, batch.labels, trained)
             self.engine.backward(loss)
             total += float(loss.detach())
             tokens += batch.input_ids.numel()
             del loss
-        return total, tokens
+        loss_of_all, tokens_of_all = ranks.total([total, tokens])
+        return loss_of_all, int(tokens_of_all)
 
     def _count_bad(self, record: StepRecord) -> None:
         self._bad_steps = self._bad_steps + 1 if record.skipped else 0
@@ -236,7 +240,8 @@ class TrainingLoop:
                 progress,
                 with_optimizer=not self._job.save_only_model,
             )
-        prune_checkpoints(self._output_dir, self._job.save_total_limit)
+        if together.rank() == 0:
+            prune_checkpoints(self._output_dir, self._job.save_total_limit)
 
     def _stopped(self, step: int) -> str:
         if self._job.save_only_model:

@@ -29,6 +29,8 @@ from tightfit.planner.plan import Plan
 from tightfit.planner.plan_file import write_plan
 from tightfit.planner.pricing import Observe, nobody
 from tightfit.planner.search import plan_job
+from tightfit.policies import Tier
+from tightfit.training import together
 from tightfit.training.batches import average_padded_length
 from tightfit.training.checkpoint import Progress, is_adapter, read_progress, restore
 from tightfit.training.evaluation import answer, prompt_tokens
@@ -36,6 +38,7 @@ from tightfit.training.loop import Observer, Schedule, TrainingLoop, check_sched
 from tightfit.training.model import check_weights, open_model
 from tightfit.training.output import LOG, PLAN, check_output_dir, open_output_dir
 from tightfit.training.samples import PreparedData, Sample, prepare_data
+from tightfit.training.saved_states import seed_rank
 from tightfit.training.tokenizer import load_tokenizer
 
 
@@ -61,6 +64,7 @@ class RunResult:
     """What a run gave.
 
     Attributes:
+        measured: of the rank whose device was fullest.
         answers: to the job's `sample_prompt`, before and after; empty without one.
         checkpoint: the last one saved, or the one resumed from where no step was left to do.
     """
@@ -155,7 +159,7 @@ def make_plan(run: PreparedRun, observe: Observe = nobody) -> Plan:
 
 
 def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
-    """Train as planned and save.
+    """Train as planned and save; every rank of a run calls it.
 
     Raises:
         TrainingError: training could not go on.
@@ -170,8 +174,10 @@ def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
         loop = _build(run, plan, device, watch, observers)
         start = _restored(run, loop)
         # Only now, when nothing that the job names can be wrong any more.
-        open_output_dir(job, run.output_dir)
-        write_plan(plan, run.output_dir / PLAN)
+        with together.failing_together(ConfigError):
+            if together.rank() == 0:
+                open_output_dir(job, run.output_dir)
+                write_plan(plan, run.output_dir / PLAN)
         if start is None:
             answers += _answers(run, loop)
         try:
@@ -181,7 +187,8 @@ def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
         with watch.counting():
             answers += _answers(run, loop)
     checkpoint = loop.checkpoint or run.resume_from
-    return RunResult(loop.records, loop.evaluations, watch.table(), answers, checkpoint)
+    fullest = max(together.from_all(watch.table()), key=lambda t: t.peak_bytes(Tier.DEVICE))
+    return RunResult(loop.records, loop.evaluations, fullest, answers, checkpoint)
 
 
 def _cut_short(run: PreparedRun, loop: TrainingLoop) -> str:
@@ -229,7 +236,11 @@ def _build(
     engine = fit(
         model, plan.policies, device=device, offload_folder=run.job.disk_folder, values=weights
     )
-    log = TrainerLog(run.output_dir / LOG, run.job.logging_steps)
+    seed_rank(run.job.seed, engine.ranks.data_rank)
+    if together.rank() == 0:
+        observers = [*observers, TrainerLog(run.output_dir / LOG, run.job.logging_steps)]
+    else:
+        observers = []
     return TrainingLoop(
         run.job,
         engine,
@@ -238,5 +249,5 @@ def _build(
         plan.policies.batch.micro_batch_size,
         run.output_dir,
         watch,
-        [*observers, log],
+        observers,
     )

@@ -1,7 +1,7 @@
 """What the ranks of a run say to each other between steps: objects, and errors of any of them.
 
-Everything is over the host, with no device involved; with one rank nothing is sent. Every rank must
-call the same in the same order. Knows nothing of models.
+With one rank nothing is sent. Every rank must call the same in the same order. Knows nothing of
+models.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tightfit.errors import TrainingError
@@ -34,6 +35,21 @@ def from_all(item: Item) -> list[Item]:
 def from_first(item: Item) -> Item:
     """Rank 0's item, on every rank."""
     return from_all(item)[0]
+
+
+def any_of(flag: bool) -> bool:
+    """Whether it is set on any rank."""
+    if not dist.is_initialized():
+        return flag
+    number = torch.tensor(int(flag), device=_device())
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return bool(number)
+
+
+def _device() -> torch.device:
+    """Where numbers can be sent from: the host, unless the group knows cards alone."""
+    on_cards = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_cards else torch.device("cpu")
 
 
 @contextmanager
