@@ -78,7 +78,7 @@ def apply_sharding(
         trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
         leave = policies.placement.gradients is not Tier.DEVICE
         return Replicas(root, trained, gradients_leave=leave)
-    return _shard(root, decoder_layers(model), policies, device)
+    return _shard(model, decoder_layers(model), policies, device)
 
 
 def _check_ranks(policy: ShardingPolicy) -> None:

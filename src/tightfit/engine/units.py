@@ -53,7 +53,7 @@ def units_of(root: nn.Module, model: PreTrainedModel, *, gathered: bool) -> list
     Args:
         root: what is called in training: the model, or peft's wrapping of it.
         gathered: whether what belongs to no layer is whole during all of a forward (FSDP2's root
-            group), so that it is one unit, used by the root.
+            group), so that it is one unit, used by the model.
     """
     layers = decoder_layers(model)
     in_layers = set(layers.parameters())
@@ -63,7 +63,7 @@ def units_of(root: nn.Module, model: PreTrainedModel, *, gathered: bool) -> list
     ]
     outside = _once(p for p in root.parameters() if p not in in_layers)
     if gathered:
-        return [Unit("", (root,), outside, is_layer=False), *inner]
+        return [Unit("", (model,), outside, is_layer=False), *inner]
     before, after = _around(root, layers, set(outside), names)
     return [*before, *inner, *after]
 

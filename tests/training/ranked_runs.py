@@ -1,0 +1,93 @@
+"""Whole training runs on two real ranks, for test_ranks.py.
+
+Two processes on gloo are forked and run all cases one after the other, in pairs that go on from one
+another; a case's results are written to its folder by rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tightfit.engine.adapter import import_library
+from tightfit.facts.job import Job
+from tightfit.planner.plan import Plan
+from tightfit.policies import BatchPolicy, OptimizerName, ShardingPolicy
+from tightfit.training import run as runs
+
+RANKS = 2
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A run, or a part of one.
+
+    Attributes:
+        ranks: 1, or 2 real ones.
+        until: its last step.
+    """
+
+    ranks: int
+    zero_stage: int
+    until: int
+    keys: Mapping[str, Any]
+
+
+def run_leg(leg: Leg, plan: Plan, job: Mapping[str, Any], folder: Path, *, resume: bool) -> None:
+    """Run it where this process stands, and append what it gave to the folder's results."""
+    made = Job(**{**job, **leg.keys, "max_steps": leg.until, "output_dir": str(folder)})
+    prepared = runs.prepare(made.model_copy(update={"resume": resume}))
+    micro = 1 if leg.ranks > 1 else 2
+    batch = BatchPolicy(micro, made.global_batch_size // micro // leg.ranks)
+    policies = replace(
+        plan.policies,
+        sharding=ShardingPolicy(leg.ranks, leg.zero_stage),
+        batch=batch,
+        optimizer=replace(plan.policies.optimizer, name=OptimizerName(made.optim)),
+    )
+    result = runs.train(prepared, replace(plan, policies=policies), [])
+    if leg.ranks == 1 or dist.get_rank() == 0:
+        path = folder / RESULTS
+        before = json.loads(path.read_text()) if resume else {"steps": [], "evaluations": []}
+        before["steps"] += [record.to_json() for record in result.records]
+        before["evaluations"] += [record.loss for record in result.evaluations]
+        before["answers"] = result.answers
+        path.write_text(json.dumps(before))
+
+
+def on_ranks(work: Sequence[tuple[Any, ...]], folder: Path) -> None:
+    """Call `run_leg` with each of `work` on two ranks."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_rank, args=(n, work, folder)) for n in range(RANKS)]
+    for process in processes:
+        process.start()
+    left = list(processes)
+    while left:
+        wait([process.sentinel for process in left])
+        if any(process.exitcode for process in left):
+            for process in left:
+                process.terminate()
+            raise RuntimeError("a rank failed; its message stands above")
+        left = [process for process in left if process.exitcode is None]
+
+
+def _rank(rank: int, work: Sequence[tuple[Any, ...]], folder: Path) -> None:
+    torch.set_num_threads(1)
+    import_library()
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=3)
+    )
+    for leg, plan, job, its_folder, resume in work:
+        run_leg(leg, plan, job, its_folder, resume=resume)
+    dist.destroy_process_group()

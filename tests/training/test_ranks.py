@@ -1,0 +1,149 @@
+"""Runs on two ranks are the run on one, also where they go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training.conftest import PLAIN
+from tests.training.ranked_runs import RESULTS, Leg, on_ranks, run_leg
+
+from tightfit.facts.job import Job
+from tightfit.planner import search
+from tightfit.planner.plan import Plan
+from tightfit.planner.rates import Rates
+from tightfit.training.run import make_plan, prepare
+
+STEPS = 5  # the third has one sequence for two ranks: an epoch of 9 in batches of 4
+LORA: dict[str, Any] = {"finetuning_type": "lora", "lora_rank": 2, "lora_dropout": 0.0}
+AWAY: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": LORA,
+    "away": AWAY,
+    "8bit": {"optim": "adamw_8bit"},
+}
+LATER = 3
+# Legs by the number of ranks, the stage and the last step.
+CASES: dict[str, list[tuple[int, int, int]]] = {
+    "full on 1": [(1, 0, STEPS)],
+    "full on 2, stage 0": [(2, 0, STEPS)],
+    "full on 2, stage 1": [(2, 1, STEPS)],
+    "full on 2, stage 2": [(2, 2, STEPS)],
+    "full on 2, stage 3": [(2, 3, STEPS)],
+    "full from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
+    "full from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
+    "full from stage 1 to stage 3": [(2, 1, LATER), (2, 3, STEPS)],
+    "full from stage 3 to stage 0": [(2, 3, LATER), (2, 0, STEPS)],
+    "lora on 1": [(1, 0, STEPS)],
+    "lora on 2, stage 3": [(2, 3, STEPS)],
+    "lora from 2 to 1": [(2, 2, LATER), (1, 0, STEPS)],
+    "away on 1": [(1, 0, STEPS)],
+    "away from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
+    "away from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
+    "8bit on 1": [(1, 0, STEPS)],
+    "8bit from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
+    "8bit from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
+}
+# Blocks of 8-bit moments begin elsewhere where a parameter is shared out.
+TOLERANCE = {"full": 1e-5, "lora": 1e-5, "away": 1e-5, "8bit": 5e-3}
+
+
+@pytest.fixture(scope="session")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path, rows: Path, rates: Rates
+) -> Path:
+    """A folder of results for each case; all legs of two ranks in one start of them."""
+    root = tmp_path_factory.mktemp("ranks")
+    job: dict[str, Any] = PLAIN | {
+        "model_name_or_path": str(tiny_model_folder),
+        "dataset": str(rows),
+        "train_batch_size": 4,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "val_size": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",  # of the first leg as of the whole
+        "sample_prompt": "What is number 3?",
+        "max_new_tokens": 4,
+        "output_dir": str(root / "unused"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "measure_rates", lambda device, dtype: rates)
+        plans = {kind: make_plan(prepare(Job(**job | keys))) for kind, keys in KINDS.items()}
+    for number in (1, 2):
+        _run_all([(name, number) for name in CASES], plans, job, root)
+    return root
+
+
+def _run_all(
+    legs: list[tuple[str, int]], plans: dict[str, Plan], job: dict[str, Any], root: Path
+) -> None:
+    """The first, or the second, legs of all cases."""
+    together = []
+    for name, number in legs:
+        if len(CASES[name]) < number:
+            continue
+        ranks, stage, until = CASES[name][number - 1]
+        kind = name.split()[0]
+        leg = Leg(ranks, stage, until, KINDS[kind])
+        if ranks == 1:
+            run_leg(leg, plans[kind], job, root / name, resume=number > 1)
+        else:
+            together.append((leg, plans[kind], job, root / name, number > 1))
+    folder = root / f"legs {legs[0][1]}"
+    folder.mkdir()
+    on_ranks(together, folder)
+
+
+def results(root: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / name / RESULTS).read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "on 1" not in name])
+def test_the_run_is_that_of_one_rank(folders: Path, name: str) -> None:
+    kind = name.split()[0]
+    one, other = results(folders, f"{kind} on 1"), results(folders, name)
+    tolerance = TOLERANCE[kind]
+    assert [step["step"] for step in other["steps"]] == list(range(1, STEPS + 1))
+    for mine, its in zip(one["steps"], other["steps"], strict=True):
+        assert math.isclose(mine["loss"], its["loss"], rel_tol=tolerance)
+        assert math.isclose(mine["grad_norm"], its["grad_norm"], rel_tol=10 * tolerance)
+    resumed = len(CASES[name]) - 1  # whoever goes on does not evaluate first
+    assert len(other["evaluations"]) == len(one["evaluations"]) + resumed
+    assert math.isclose(one["evaluations"][-1], other["evaluations"][-1], rel_tol=tolerance)
+    assert one["answers"][-1] == other["answers"][-1]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "on 1" not in name])
+def test_what_it_saves_is_what_one_rank_saves(folders: Path, name: str) -> None:
+    kind = name.split()[0]
+    one, other = (folders / which / f"checkpoint-{STEPS}" for which in (f"{kind} on 1", name))
+    own = {path.name for path in other.iterdir()}
+    assert own == {path.name for path in one.iterdir()}
+    for file in sorted(own):
+        if not file.endswith(".safetensors"):
+            continue
+        mine, its = (as_numbers(folder / file) for folder in (one, other))
+        assert mine.keys() == its.keys()
+        for key, tensor in mine.items():
+            assert its[key].shape == tensor.shape
+            if kind != "8bit":
+                torch.testing.assert_close(its[key], tensor, rtol=1e-3, atol=1e-4)
+
+
+def as_numbers(path: Path) -> dict[str, torch.Tensor]:
+    """All but random states and scales: those of blocks that lie otherwise."""
+    return {
+        name: tensor.float()
+        for name, tensor in load_file(path).items()
+        if not name.startswith("random_state") and not name.endswith("_scales")
+    }
