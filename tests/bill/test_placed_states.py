@@ -47,6 +47,7 @@ PLACEMENTS = {
     "gradients on nvme": PlacementPolicy(NVME, NVME),
     "parameters on host": PlacementPolicy(NVME, NVME, HOST, prefetch=0),
     "all on nvme": PlacementPolicy(NVME, NVME, NVME),
+    "parameters on nvme": PlacementPolicy(HOST, HOST, NVME, lazy_step=True),
 }
 OPTIMIZERS = [name for name in OptimizerName if name is not OptimizerName.ADAFACTOR]
 KEPT = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES, Kind.GRADIENTS)

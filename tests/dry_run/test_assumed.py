@@ -50,6 +50,7 @@ def step(table: MemoryTable, tier: Tier = Tier.DEVICE) -> Mapping[Kind, int]:
         Policies(),
         Policies(adapter=AdapterPolicy(), quantisation=QuantisationPolicy()),
         Policies(placement=PlacementPolicy(Tier.HOST, Tier.HOST)),
+        Policies(placement=PlacementPolicy(Tier.HOST, Tier.HOST, Tier.NVME)),
         Policies(sharding=ShardingPolicy(4, 3)),
         Policies(precision=PrecisionPolicy("bf16")),
     ],
@@ -74,18 +75,6 @@ def test_adafactor_changes_states_alone(placement: PlacementPolicy) -> None:
         states = closed[Tier.DEVICE][Kind.OPTIMIZER_STATES]
         assert has == (states if tier is placement.optimizer_states else 0)
         assert has < had / 10 or not had
-
-
-def test_what_lives_on_the_disk_alone_passes_through_the_host() -> None:
-    """Parameters that the host's memory updates: read from the disk for every forward."""
-    apart = PlacementPolicy(Tier.HOST, Tier.HOST, Tier.NVME)
-    together = replace(apart, parameters=Tier.HOST)
-    found, plain = run(placement=apart), run(placement=together)
-    assert "offload_param to nvme" in found.notes[0]
-    assert step(found.table, Tier.NVME)[Kind.PARAMETERS] >= 2 * 4 * found.trainable
-    assert Kind.PARAMETERS not in step(found.table, Tier.HOST)
-    assert step(found.table, Tier.PINNED)[Kind.TRANSFER] > 0
-    assert step(found.table) == step(plain.table)
 
 
 def test_eight_bits_are_twice_four() -> None:

@@ -28,7 +28,7 @@ from tightfit.engine.engine import Engine
 from tightfit.engine.pipeline import DiskTier, InUse
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Transfer
-from tightfit.errors import DoesNotFitError, UnsupportedError
+from tightfit.errors import DoesNotFitError
 from tightfit.ledger import Ledger
 from tightfit.policies import (
     AdapterPolicy,
@@ -96,11 +96,18 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 
 
+AT_ONCE = replace(FAR, gradients=HOST, prefetch=2, lazy_step=False)
+PLACES = {
+    "lazy": FAR,
+    "at once": AT_ONCE,
+    "states on host, lazy": replace(FAR, gradients=Tier.DEVICE, optimizer_states=HOST),
+    "states on host, at once": replace(AT_ONCE, optimizer_states=HOST),
+}
+
+
 @pytest.mark.usefixtures("postponed")
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize(
-    "far", [FAR, replace(FAR, gradients=HOST, prefetch=2, lazy_step=False)], ids=["lazy", "at once"]
-)
+@pytest.mark.parametrize("far", PLACES.values(), ids=PLACES)
 def test_the_same_numbers_as_on_the_host(
     make_model: Make, make_batch: MakeBatch, tmp_path: Path, technique: str, far: PlacementPolicy
 ) -> None:
@@ -133,12 +140,6 @@ def test_a_frozen_base_whose_adapters_are_updated_elsewhere(
         assert counted.kinds(NVME) == {Kind.PARAMETERS: places}
     assert train(engines[0], make_batch) == train(engines[1], make_batch)
     assert_same_model(engines[0].model, engines[1].model)
-
-
-def test_trained_on_the_disk_and_updated_on_the_host_is_refused(make_model: Make) -> None:
-    policies = Policies(placement=PlacementPolicy(HOST, HOST, NVME))
-    with pytest.raises(UnsupportedError, match="offload_param to nvme with offload_optimizer"):
-        fit(make_model(), policies)
 
 
 # What is saved and loaded

@@ -47,6 +47,10 @@ PLACEMENTS = {
     "some parameters on nvme": PlacementPolicy(
         HOST, NVME, NVME, parameter_fraction=0.4, prefetch=0, lazy_step=True
     ),
+    "only parameters on nvme": PlacementPolicy(HOST, HOST, NVME, HOST, lazy_step=True),
+    "some parameters on nvme, states on host": PlacementPolicy(
+        DEVICE, HOST, NVME, parameter_fraction=0.4
+    ),
 }
 OPTIMIZERS = {
     name: OptimizerPolicy(name, learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)

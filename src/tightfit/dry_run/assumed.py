@@ -17,10 +17,8 @@ from tightfit.bill.shards import ModelTensors, Tensor
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run.config import build_model
 from tightfit.engine.adapter import apply_adapter, import_library
-from tightfit.engine.disk_parameters import FETCH_BUFFERS
-from tightfit.engine.pipeline import PIECE_VALUES
 from tightfit.engine.quantisation import linear_layers
-from tightfit.engine.supported import engine_lacks, keeps_only_parameters_on_disk
+from tightfit.engine.supported import engine_lacks
 from tightfit.ledger import Section
 from tightfit.policies import (
     OptimizerName,
@@ -53,12 +51,10 @@ def nearest(wanted: Policies) -> Nearest:
     notes = tuple(f"{what}: closed form, not trained with yet" for what in engine_lacks(wanted))
     if not notes:
         return Nearest(wanted, ())
-    placement, sharding, batch = wanted.placement, wanted.sharding, wanted.batch
+    sharding, batch = wanted.sharding, wanted.batch
     optimizer = wanted.optimizer
     if optimizer.name is OptimizerName.ADAFACTOR:
         optimizer = replace(optimizer, name=OptimizerName.ADAMW)
-    if keeps_only_parameters_on_disk(wanted):
-        placement = replace(placement, parameters=Tier.HOST)
     stage = sharding.zero_stage
     if sharding.pipeline_parallel > 1:
         # A pipeline keeps whole parameters and gradients to the end of the step, as stage 1 does
@@ -70,7 +66,6 @@ def nearest(wanted: Policies) -> Nearest:
             wanted,
             batch=batch,
             optimizer=optimizer,
-            placement=placement,
             quantisation=wanted.quantisation and QuantisationPolicy(),
             sharding=ShardingPolicy(sharding.data_parallel, stage),
         ),
@@ -105,7 +100,7 @@ def exchange_states(
         }
         for phase, tiers in table.peaks.items()
     }
-    return _with_disk_buffers(MemoryTable(peaks), wanted)
+    return MemoryTable(peaks)
 
 
 def _states(tiers: StateBytes, policies: Policies, *, card: bool) -> dict[Tier, dict[Kind, int]]:
@@ -133,14 +128,6 @@ def _exchanged(counted: Kinds, before: Kinds, after: Kinds, phase: Phase) -> Kin
         more = after.get(kind, 0) - before.get(kind, 0)
         kinds[kind] = max(0, counted.get(kind, 0) + more)
     return {kind: count for kind, count in kinds.items() if count}
-
-
-def _with_disk_buffers(table: MemoryTable, wanted: Policies) -> MemoryTable:
-    """What parameters pass through that the run did not have on the disk."""
-    if not keeps_only_parameters_on_disk(wanted):
-        return table
-    size_bytes = FETCH_BUFFERS * PIECE_VALUES * wanted.precision.parameter_bytes
-    return table.plus(Tier.PINNED, Kind.TRANSFER, size_bytes)
 
 
 def in_flight(sections: Sections, policies: Policies) -> Sections:

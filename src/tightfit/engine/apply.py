@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tightfit.engine.adapter import apply_adapter
 from tightfit.engine.attention import apply_attention
 from tightfit.engine.checkpointing import apply_checkpointing
 from tightfit.engine.disk_gradients import DiskGradients
+from tightfit.engine.elsewhere import Elsewhere
 from tightfit.engine.engine import Engine
 from tightfit.engine.gradients import (
     DeviceGradients,
@@ -107,7 +109,25 @@ def fit(
         ranks = apply_sharding(adapted, model, policies, device)
     setattr(model, _FITTED, True)
     adapted.train()
-    return _place(adapted, model, policies, ranks, device, offload_folder, sliced, unloaded)
+    elsewhere = Elsewhere(Transfer(device), HostSlab(device), _disk(policies, offload_folder))
+    return _place(_Prepared(adapted, model, sliced, unloaded, ranks), policies, elsewhere)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A model with everything but placement.
+
+    Attributes:
+        root: what computes; around `model`, peft's where there are adapters.
+        sliced: its loss in slices, if it has one.
+        unloaded: its parameters that have no values yet.
+    """
+
+    root: nn.Module
+    model: PreTrainedModel
+    sliced: SlicedLoss | None
+    unloaded: Unloaded
+    ranks: Ranks
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -116,78 +136,56 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _place(
-    adapted: nn.Module,
-    model: PreTrainedModel,
-    policies: Policies,
-    ranks: Ranks,
-    device: torch.device,
-    offload_folder: Path | None,
-    sliced: SlicedLoss | None,
-    unloaded: Unloaded,
-) -> Engine:
+def _place(prepared: _Prepared, policies: Policies, elsewhere: Elsewhere) -> Engine:
     """Put everything where it belongs.
 
     Whoever keeps something on the host says first how much, so that its memory is one piece.
     """
-    placement = policies.placement
-    transfer = Transfer(device)
-    slab = HostSlab(device)
-    units = units_of(adapted, model, gathered=policies.sharding.zero_stage > 0)
+    placement, root, ranks = policies.placement, prepared.root, prepared.ranks
+    units = units_of(root, prepared.model, gathered=policies.sharding.zero_stage > 0)
     tiers = state_tiers(units, placement)
-    trained = {p: tiers[p] for p in adapted.parameters() if p.requires_grad}
-    disk = _disk(placement, offload_folder)
-    stream = _stream(units, trained, placement, transfer, slab, disk)
-    optimizer = PlacedOptimizer(
-        units,
-        policies.optimizer,
-        trained,
-        stream,
-        transfer,
-        slab,
-        disk if placement.optimizer_states is Tier.NVME else None,
-        ranks,
-        _due_updates(placement, device),
-        gradients_on_disk=placement.gradients is Tier.NVME,
-    )
-    gradients = _gradient_store(trained, placement, transfer, slab, disk)
-    if disk is not None:
-        disk.buffers.reserve(slab)
-    slab.allocate()
+    trained = {p: tiers[p] for p in root.parameters() if p.requires_grad}
+    stream = _stream(units, trained, policies, elsewhere)
+    due = _due_updates(placement, elsewhere.device)
+    optimizer = PlacedOptimizer(units, policies, trained, elsewhere, stream, ranks, due)
+    gradients = _gradient_store(trained, placement, elsewhere)
+    elsewhere.allocate()
+    unloaded = prepared.unloaded
     with ledger.phase(Phase.LOAD) if unloaded else nullcontext():
         if stream is not None:
             stream.adopt(unloaded.values)
             stream.is_final = optimizer.is_final
-            _move_the_rest(adapted, stream, device)
+            _move_the_rest(root, stream, elsewhere.device)
         unloaded.load_the_rest(lambda p: stream is not None and stream.has(p))
     optimizer.create_states()
     _before_use(units, optimizer, stream)
     if placement.activations is not Tier.DEVICE:
-        ActivationOffload(adapted, units, placement, transfer)
-    if sliced is not None:
-        _place_vocabulary(sliced, units, stream, gradients, ranks)
-    serve_state_dicts(adapted, stream, optimizer.drain)
-    return Engine(adapted, optimizer, gradients, ranks, policies.batch.accumulation_steps, stream)
+        ActivationOffload(root, units, placement, elsewhere.transfer)
+    if prepared.sliced is not None:
+        _place_vocabulary(prepared.sliced, units, stream, gradients, ranks)
+    serve_state_dicts(root, stream, optimizer.drain)
+    return Engine(root, optimizer, gradients, ranks, policies.batch.accumulation_steps, stream)
 
 
 def _stream(
     units: Sequence[Unit],
     trained: Mapping[nn.Parameter, Tier],
-    placement: PlacementPolicy,
-    transfer: Transfer,
-    slab: HostSlab,
-    disk: DiskTier | None,
+    policies: Policies,
+    elsewhere: Elsewhere,
 ) -> ParameterStream | None:
     """What streams: all but adapters that are updated on the device, where they stay.
 
-    Those that are updated on the host live there, wherever their base does.
+    Those that are updated on the host live there, wherever their base does: they are small.
     """
+    placement, transfer, slab = policies.placement, elsewhere.transfer, elsewhere.slab
     if placement.parameters is Tier.DEVICE:
         return None
     staying = {parameter for parameter, tier in trained.items() if tier is Tier.DEVICE}
-    on_host = {parameter for parameter, tier in trained.items() if tier is Tier.HOST}
-    far = disk if placement.parameters is Tier.NVME else None
-    return ParameterStream(units, placement, transfer, slab, staying, far, on_host)
+    near = set[nn.Parameter]()
+    if policies.adapter is not None:
+        near = {parameter for parameter, tier in trained.items() if tier is Tier.HOST}
+    far = elsewhere.disk if placement.parameters is Tier.NVME else None
+    return ParameterStream(units, placement, transfer, slab, staying, far, near)
 
 
 def _place_vocabulary(
@@ -228,12 +226,13 @@ def _due_updates(placement: PlacementPolicy, device: torch.device) -> DueUpdates
     )
 
 
-def _disk(placement: PlacementPolicy, folder: Path | None) -> DiskTier | None:
+def _disk(policies: Policies, folder: Path | None) -> DiskTier | None:
     """The disk, if anything is placed there.
 
     Raises:
         ConfigError: nobody has said where.
     """
+    placement = policies.placement
     if Tier.NVME not in (placement.optimizer_states, placement.parameters):
         return None
     if folder is None:
@@ -258,19 +257,18 @@ def _before_use(
 def _gradient_store(
     tiers: Mapping[nn.Parameter, Tier],
     placement: PlacementPolicy,
-    transfer: Transfer,
-    slab: HostSlab,
-    disk: DiskTier | None,
+    elsewhere: Elsewhere,
 ) -> GradientStore:
     """A store for gradients whose update runs on the device, and one for the others."""
+    transfer, slab = elsewhere.transfer, elsewhere.slab
     staying = [p for p, tier in tiers.items() if tier is Tier.DEVICE]
     leaving = [p for p, tier in tiers.items() if tier is not Tier.DEVICE]
     if not leaving:
         return DeviceGradients(staying)
     away: GradientStore
     if placement.gradients is Tier.NVME:
-        assert disk is not None
-        away = DiskGradients(leaving, transfer, disk)
+        assert elsewhere.disk is not None
+        away = DiskGradients(leaving, transfer, elsewhere.disk)
     elif placement.gradients is Tier.HOST:
         away = HostGradients(leaving, transfer, slab)
     else:

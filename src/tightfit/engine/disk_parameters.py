@@ -188,11 +188,19 @@ class DiskParameters:
         if shown is None:
             with ledger.labelled(Kind.BUFFERS, Tier.HOST):
                 shown = torch.empty(local_part(parameter).shape, dtype=parameter.dtype)
-            for begin, end in self.runs(parameter):
-                with self.piece(parameter, begin, end) as values:
-                    shown.view(-1)[begin:end].copy_(values)
+            self.read_into(parameter, shown)
             self._shown[parameter] = shown
         return shown
+
+    def read_into(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Copy the values to host memory, of any type.
+
+        Raises:
+            DiskError: they cannot be read.
+        """
+        for begin, end in self.runs(parameter):
+            with self.piece(parameter, begin, end) as piece:
+                values.view(-1)[begin:end].copy_(piece)
 
     @contextmanager
     def piece(self, parameter: nn.Parameter, begin: int, end: int) -> Iterator[torch.Tensor]:

@@ -67,10 +67,6 @@ class DiskStates:
         disk: asked for buffers that hold a piece; has both slots.
         reads_gradients: whether gradients are on the disk as well.
 
-    Attributes:
-        step_written_bytes: what the tier has written for the last step that was finished, its
-            gradients included: it wears the disk off.
-
     Raises:
         DoesNotFitError: the disk is too full for both slots; nothing was written.
     """
@@ -106,8 +102,6 @@ class DiskStates:
         self._stepping: list[nn.Parameter] = []
         self._clip: torch.Tensor | None = None
         self._reading: ReadAhead | None = None
-        self._written_before = 0
-        self.step_written_bytes = 0
 
     def update_on_disk(self, parameters: DiskParameters) -> None:
         """Have those of `parameters` updated there; before buffers are reserved."""
@@ -149,7 +143,6 @@ class DiskStates:
             self._rule.initialise(states)
 
         self._records.rewrite(list(self._entries), fill, reads=False)
-        self._written_before = self._disk.written_bytes
 
     def _fill_master(self, parameter: nn.Parameter, record: Record, master: torch.Tensor) -> None:
         on_disk = self._on_disk(parameter)
@@ -223,8 +216,6 @@ class DiskStates:
         if self._parameters is not None:
             self._parameters.turn(self._stepping)
         self._reading = self._clip = None
-        written = self._disk.written_bytes
-        self.step_written_bytes, self._written_before = written - self._written_before, written
 
     def give_up(self) -> None:
         """End a step that has failed, here or elsewhere; nothing when none was begun.

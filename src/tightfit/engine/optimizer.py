@@ -24,6 +24,8 @@ from tightfit.engine.arithmetic import Numbers
 from tightfit.engine.clipping import Clip, total_norm
 from tightfit.engine.disk_gradients import DiskGradient
 from tightfit.engine.disk_states import DiskStates, DueUpdate
+from tightfit.engine.disk_updates import DiskUpdates
+from tightfit.engine.elsewhere import Elsewhere
 from tightfit.engine.lazy import DueUpdates
 from tightfit.engine.parameter_groups import (
     check_halves_are_together,
@@ -31,15 +33,14 @@ from tightfit.engine.parameter_groups import (
     decay_groups,
     owned,
 )
-from tightfit.engine.pipeline import DiskTier
 from tightfit.engine.ranks import Ranks
 from tightfit.engine.rules import CHUNK_VALUES, Piece, Rule, Scratch, rule_of
-from tightfit.engine.slab import HostSlab, Reserved
+from tightfit.engine.slab import Reserved
 from tightfit.engine.streaming import ParameterStream
-from tightfit.engine.transfer import Arrival, Transfer
+from tightfit.engine.transfer import Arrival
 from tightfit.engine.units import Unit
 from tightfit.ledger import local_part
-from tightfit.policies import OptimizerPolicy, Tier
+from tightfit.policies import Policies, Tier
 
 Gradients = Mapping[nn.Parameter, torch.Tensor | DiskGradient]
 
@@ -52,10 +53,12 @@ class _Update:
     """What is due for one parameter: its piece, and where the result goes from there.
 
     Attributes:
+        piece: without values where those are on the disk.
         publish: the parameter on the device and what is copied into it; None where the update has
             written the parameter itself.
     """
 
+    parameter: nn.Parameter
     piece: Piece
     numbers: Numbers
     publish: tuple[torch.Tensor, torch.Tensor] | None
@@ -69,31 +72,33 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     Args:
         units: all units of the model.
+        policies: the optimizer, and where gradients are, are read.
         tiers: of the states, for each parameter that is trained, in the order of the model's.
+        elsewhere: has not been allocated.
         stream: has the values of parameters that do not live on the device.
-        disk: for states on nvme; None where there are none.
         due: does updates off the device.
-        gradients_on_disk: whether gradients of states on nvme are there as well.
+
+    Attributes:
+        written_bytes: what the last step that was finished has written to the disk, its gradients
+            included: it wears the disk off.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        policy: OptimizerPolicy,
+        policies: Policies,
         tiers: Mapping[nn.Parameter, Tier],
+        elsewhere: Elsewhere,
         stream: ParameterStream | None,
-        transfer: Transfer,
-        slab: HostSlab,
-        disk: DiskTier | None,
         ranks: Ranks,
         due: DueUpdates,
-        *,
-        gradients_on_disk: bool = False,
     ) -> None:
+        policy = policies.optimizer
         self._own = owned(units)
         self._tiers = tiers
+        self._elsewhere = elsewhere
         self._stream = stream
-        self._transfer = transfer
+        self._transfer = elsewhere.transfer
         self._ranks = ranks
         self._due = due
         self._rule: Rule = rule_of(policy)
@@ -109,23 +114,46 @@ class PlacedOptimizer(torch.optim.Optimizer):
             check_halves_are_together([p for p in tiers if self._publishes(p)], tiers)
         # A master that is copied to the device as it is; of 16 bits the spent gradient travels.
         self._travelling: dict[nn.Parameter, Reserved] = {
-            parameter: slab.reserve(local_part(parameter).shape, torch.float32, Kind.MASTER_WEIGHTS)
+            parameter: elsewhere.slab.reserve(
+                local_part(parameter).shape, torch.float32, Kind.MASTER_WEIGHTS
+            )
             for parameter, tier in tiers.items()
             if tier is Tier.HOST and parameter.dtype is torch.float32 and self._publishes(parameter)
         }
-        self._disk: DiskStates | None = None
-        if disk is not None:
-            self._disk = DiskStates(
-                [p for own in self._own.values() for p in own if tiers.get(p) is Tier.NVME],
-                self._rule,
-                partial(self._needs_master, tier=Tier.NVME),
-                transfer,
-                slab,
-                disk,
-                reads_gradients=gradients_on_disk,
-            )
-            if stream is not None and stream.on_disk is not None:
-                self._disk.update_on_disk(stream.on_disk)
+        self._disk = self._states_on_disk(reads_gradients=policies.placement.gradients is Tier.NVME)
+        self._passing = self._values_on_disk()
+        self._written_before = 0
+        self.written_bytes = 0
+
+    def _states_on_disk(self, *, reads_gradients: bool) -> DiskStates | None:
+        """The states that live there, and what is updated with them."""
+        parameters = [p for own in self._own.values() for p in own if self._is_on_disk(p)]
+        if not parameters:
+            return None
+        transfer, slab, disk = self._transfer, self._elsewhere.slab, self._elsewhere.disk
+        assert disk is not None
+        needs_master = partial(self._needs_master, tier=Tier.NVME)
+        states = DiskStates(
+            parameters,
+            self._rule,
+            needs_master,
+            transfer,
+            slab,
+            disk,
+            reads_gradients=reads_gradients,
+        )
+        if self._stream is not None and self._stream.on_disk is not None:
+            states.update_on_disk(self._stream.on_disk)
+        return states
+
+    def _values_on_disk(self) -> DiskUpdates | None:
+        """The parameters that live there while their states are on the host."""
+        values = None if self._stream is None else self._stream.on_disk
+        if values is None:
+            return None
+        parameters = [p for p, t in self._tiers.items() if t is Tier.HOST and values.has(p)]
+        assert self._elsewhere.disk is not None
+        return DiskUpdates(parameters, values, self._elsewhere.disk) if parameters else None
 
     @property
     def device(self) -> torch.device:
@@ -146,6 +174,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
             self._scratch[tier] = self._make_scratch(tier)
         if self._disk is not None:
             self._disk.create(self._values)
+        self._written_before = self._all_written_bytes()
 
     def _make_scratch(self, tier: Tier) -> Scratch:
         """What updates on `tier` work in, made once: they run in a thread that no ledger sees."""
@@ -195,7 +224,17 @@ class PlacedOptimizer(torch.optim.Optimizer):
             self._transfer.copy(master, values).wait()
             return master
         with ledger.labelled(Kind.MASTER_WEIGHTS, tier):
-            return values.to(self._device_of(tier), torch.float32)
+            if not self._passes(parameter):
+                return values.to(self._device_of(tier), torch.float32)
+            master = torch.empty(values.shape, dtype=torch.float32)
+        assert self._stream is not None
+        assert self._stream.on_disk is not None
+        self._stream.on_disk.read_into(parameter, master)
+        return master
+
+    def _passes(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's values come from the disk to be updated on the host."""
+        return self._passing is not None and self._passing.has(parameter)
 
     # A step
 
@@ -222,18 +261,36 @@ class PlacedOptimizer(torch.optim.Optimizer):
         on = {tier: [p for p in gradients if self._tiers[p] is tier] for tier in Tier}
         self._count([*on[Tier.DEVICE], *on[Tier.HOST]])
         updates = {p: self._update(p, gradients[p], numbers[p]) for p in on[Tier.DEVICE]}
-        self._apply(list(updates.values()), clip, Tier.DEVICE)
+        self._update_on_device(list(updates.values()), clip)
         updates = {p: self._update(p, gradients[p], numbers[p]) for p in on[Tier.HOST]}
         from_disk = self._due_on_disk(on[Tier.NVME], gradients, numbers)
         if self._disk is not None:
             self._disk.begin(from_disk, clip.on(Tier.NVME))
-        for unit, own in self._own.items():
-            here = [updates[p] for p in own if p in updates]
-            if here or unit in from_disk:
-                self._due.add(unit, partial(self._update_unit, unit, here, clip))
-        if self._disk is not None:
-            self._due.add(_ALL_WRITTEN, self._disk.finish)
+        here = {unit: [updates[p] for p in own if p in updates] for unit, own in self._own.items()}
+        if self._passing is not None:
+            everything = (update for due in here.values() for update in due)
+            self._passing.begin(
+                {u.parameter: u.piece for u in everything if self._passes(u.parameter)}
+            )
+        for unit, due in here.items():
+            if due or unit in from_disk:
+                self._due.add(unit, partial(self._update_unit, unit, due, clip))
+        if self._elsewhere.disk is not None:
+            self._due.add(_ALL_WRITTEN, self._end_on_disk)
         return norm
+
+    def _end_on_disk(self) -> None:
+        """All updates of a step are on their way to the disk: it is over when they are there."""
+        for part in (self._disk, self._passing):
+            if part is not None:
+                part.finish()
+        written_bytes = self._all_written_bytes()
+        self.written_bytes = written_bytes - self._written_before
+        self._written_before = written_bytes
+
+    def _all_written_bytes(self) -> int:
+        disk = self._elsewhere.disk
+        return 0 if disk is None else disk.written_bytes
 
     def _due_on_disk(
         self,
@@ -275,12 +332,12 @@ class PlacedOptimizer(torch.optim.Optimizer):
         state, values = self.state[parameter], self._values(parameter)
         on_device = self._tiers[parameter] is Tier.DEVICE
         publishes = not on_device and self._publishes(parameter)
-        weight = state.get("master")
-        if weight is None and not self._splits_master:
-            weight = values
-        narrow = None
-        if parameter.dtype is not torch.float32:
-            narrow = gradient if publishes else values
+        weight, narrow = state.get("master"), None
+        if not self._passes(parameter):
+            if weight is None and not self._splits_master:
+                weight = values
+            if parameter.dtype is not torch.float32:
+                narrow = gradient if publishes else values
         piece = Piece(
             None if weight is None else weight.view(-1),
             gradient.view(-1),
@@ -289,29 +346,39 @@ class PlacedOptimizer(torch.optim.Optimizer):
             None if narrow is None else narrow.view(-1),
         )
         if not publishes:
-            return _Update(piece, numbers, None)
+            return _Update(parameter, piece, numbers, None)
         source = narrow if narrow is not None else weight
         assert source is not None
-        return _Update(piece, numbers, (values, source))
+        return _Update(parameter, piece, numbers, (values, source))
 
     def _update_unit(self, unit: Unit, updates: list[_Update], clip: Clip) -> None:
         """Update one unit off the device and send what has changed there."""
         arrivals = self._published.setdefault(unit, [])
         for update in updates:
-            self._apply([update], clip, Tier.HOST)
+            apply = partial(self._apply_piece, update, clip)
+            if self._passing is not None and self._passes(update.parameter):
+                self._passing.update(update.parameter, apply)
+            else:
+                apply(update.piece)
             if update.publish is not None:
                 # Nothing on the device reads the parameter any more: its gradient has arrived here.
                 arrivals.append(self._transfer.copy(*update.publish, ordered=False))
         if self._disk is not None:
             arrivals += self._disk.update(unit)
 
-    def _apply(self, updates: list[_Update], clip: Clip, tier: Tier) -> None:
+    def _apply_piece(self, update: _Update, clip: Clip, piece: Piece) -> None:
+        """Update a parameter, or a run of it, on the host."""
+        scratch = self._scratch[Tier.HOST]
+        self._rule.update([piece], update.numbers, clip.on(Tier.HOST), scratch)
+
+    def _update_on_device(self, updates: list[_Update], clip: Clip) -> None:
         """Update pieces that have the same numbers together."""
         together: dict[Numbers, list[Piece]] = {}
         for update in updates:
             together.setdefault(update.numbers, []).append(update.piece)
         for numbers, pieces in together.items():
-            self._rule.update(pieces, numbers, clip.on(tier), self._scratch[tier])
+            scratch = self._scratch[Tier.DEVICE]
+            self._rule.update(pieces, numbers, clip.on(Tier.DEVICE), scratch)
 
     # What is on its way
 
@@ -364,11 +431,6 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     def _is_on_disk(self, parameter: nn.Parameter) -> bool:
         return self._tiers.get(parameter) is Tier.NVME
-
-    @property
-    def written_bytes(self) -> int:
-        """What the last step has written to the disk, gradients included."""
-        return 0 if self._disk is None else self._disk.step_written_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, when all updates are done; what is on the disk is read."""

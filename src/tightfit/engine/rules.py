@@ -296,10 +296,12 @@ def chunks(piece: Piece, values: int = CHUNK_VALUES) -> Iterator[Piece]:
     assert values % BLOCK_8BIT == 0, "a run ends where a block of 8-bit moments ends"
     end = piece.values if detect_fake_mode() is None else min(values, piece.values)
     for first in range(0, end, values):
-        yield _run(piece, first, min(first + values, piece.values))
+        yield run_of(piece, first, min(first + values, piece.values))
 
 
-def _run(piece: Piece, first: int, last: int) -> Piece:
+def run_of(piece: Piece, first: int, last: int) -> Piece:
+    """The values `[first, last)` of a piece; `first` is a multiple of 256, and so is `last` but at
+    the end."""
     blocks = slice(first // BLOCK_8BIT, ceil_divide(last, BLOCK_8BIT))
     return Piece(
         None if piece.weight is None else piece.weight[first:last],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tightfit.errors import UnsupportedError
-from tightfit.policies import OptimizerName, Policies, Tier
+from tightfit.policies import OptimizerName, Policies
 
 
 def engine_lacks(policies: Policies) -> Iterator[str]:
@@ -13,24 +13,12 @@ def engine_lacks(policies: Policies) -> Iterator[str]:
     sharding = policies.sharding
     if policies.optimizer.name is OptimizerName.ADAFACTOR:
         yield f"optim {policies.optimizer.name}"
-    if keeps_only_parameters_on_disk(policies):
-        yield "offload_param to nvme with offload_optimizer to cpu"
     if policies.quantisation is not None and policies.quantisation.bits != 4:
         yield f"quantization_bit {policies.quantisation.bits}"
     if sharding.tensor_parallel > 1:
         yield f"tensor_parallel_size {sharding.tensor_parallel}"
     if sharding.pipeline_parallel > 1:
         yield f"pipeline_parallel_size {sharding.pipeline_parallel}"
-
-
-def keeps_only_parameters_on_disk(policies: Policies) -> bool:
-    """Whether parameters are on the disk that are updated in the host's memory.
-
-    Adapters that are updated there live there, so that these are parameters that train themselves.
-    """
-    placement = policies.placement
-    on_disk = placement.parameters is Tier.NVME
-    return on_disk and placement.optimizer_states is Tier.HOST and policies.adapter is None
 
 
 def check_engine_can(policies: Policies) -> None:
