@@ -12,7 +12,7 @@ A case is a stage followed by words, such as "3 accumulate lora". Beside techniq
 micro-batches than planned) and what happens in one of the steps:
 `peek` (an evaluation between backward and step), `discard` (a backward that is given up), `fail`
 (one that breaks off in the middle), `inf` (one rank's gradients are not finite) and `off` (the
-ledger is off).
+ledger is off). `read` looks at parameters that are away, at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tightfit.engine.quantisation import apply_quantisation
 from tightfit.engine.quantisation import import_library as import_quantisation
 from tightfit.engine.regions import Region
 from tightfit.engine.unloaded import Fill
-from tightfit.ledger import Ledger, table_of_sections
+from tightfit.ledger import Ledger, local_part, table_of_sections
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
@@ -128,7 +128,7 @@ CASES = {
         "2 empty away checkpoint",
         "3 empty far",
         "0 late accumulate untied",
-        "1 away accumulate checkpoint",
+        "1 away accumulate checkpoint read",
         "1 late accumulate",
         "2 disk accumulate inf",
         "2 away untied peek",
@@ -137,9 +137,9 @@ CASES = {
         "3 half accumulate fail",
         "3 disk chunk bf16",
         "2 far checkpoint inf",
-        "3 far accumulate untied",
+        "3 far accumulate untied read",
         "3 far qlora",
-        "3 away qlora",
+        "3 away qlora read",
         "3 late lora off",
     ],
     4: [
@@ -149,7 +149,7 @@ CASES = {
         "3 accumulate untied",
         "3 host lora inf",
         "3 empty accumulate",
-        "3 away accumulate untied",
+        "3 away accumulate untied read",
     ],
 }
 
@@ -250,6 +250,8 @@ def run(
             batches = list(pieces(step, ranks, rank, micro_batches))
             norms.append(one_step(engine, unusual, batches))
             del batches
+    if "read" in words and dist.is_initialized() and not fake:
+        read_what_is_away(engine)
     return counting, norms, {} if fake else whole_parameters(engine)
 
 
@@ -343,6 +345,22 @@ def fail_midway(engine: Engine, ids: torch.Tensor, labels: torch.Tensor) -> None
     with pytest.raises(ValueError, match="as planned"):
         engine.backward(loss)
     handle.remove()
+
+
+def read_what_is_away(engine: Engine) -> None:
+    """Parameters have no values between steps: they read as NaN, or as 0 where there is none."""
+    engine.drain()
+    for name, parameter in engine.model.named_parameters():
+        whole = parameter.detach()
+        local = local_part(parameter).detach()
+        assert str(parameter), name
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        wanted = float("nan") if parameter.is_floating_point() else 0.0
+        for values in (whole, local, parameter.detach().sum().reshape(1)):
+            assert torch.equal(values.isnan(), torch.full_like(values, wanted).isnan()), name
+    state = engine.model.state_dict()
+    assert all(bool(local_part(value).isfinite().all()) for value in state.values())
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:

@@ -541,9 +541,10 @@ def test_what_was_fetched_for_nothing_is_waited_for(make_model: Make) -> None:
 
 def test_shards_stream_like_whole_parameters(tmp_path: Path) -> None:
     """On two real ranks; the program compares."""
+    path = os.pathsep.join(filter(None, [str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, PROGRAM, tmp_path],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )

@@ -141,18 +141,17 @@ class Visitors:
         place = self._places[parameter]
         ledger.mark(place, Kind.PARAMETERS, Tier.DEVICE)
         place.untyped_storage().resize_(self._storage_bytes[parameter])
-        if not isinstance(parameter, DTensor):
-            parameter.data = place
+        _show(parameter, place)
         return place
 
     def _give_memory_back(self, parameter: nn.Parameter) -> None:
         """Leave a parameter without memory, and with NaN for whoever reads it all the same.
 
-        torch does not check and would read what is not there. A shard is gathered by FSDP2 alone.
+        torch does not check and would read what is not there.
         """
-        self._places[parameter].untyped_storage().resize_(0)
-        if not isinstance(parameter, DTensor):
-            parameter.data = self._nothing_like(parameter).expand(parameter.shape)
+        place = self._places[parameter]
+        place.untyped_storage().resize_(0)
+        _show(parameter, self._nothing_like(parameter).expand(place.shape))
 
     def _nothing_like(self, parameter: nn.Parameter) -> torch.Tensor:
         """A value that stands for none, on the device."""
@@ -209,6 +208,15 @@ class Visitors:
         self._arrivals.clear()
         self._reader = None
         self.are_here = self._used = False
+
+
+def _show(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """What the parameter reads as, of the part of this rank. FSDP2 gathers a shard from memory that
+    it holds itself, which is that of `fetch`."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = values
+    else:
+        parameter.data = values
 
 
 def _ensure_own_storage(parameter: nn.Parameter, device: torch.device) -> None:
