@@ -145,11 +145,9 @@ class LateHostGradients:
     def __init__(
         self, parameters: Iterable[nn.Parameter], transfer: Transfer, slab: HostSlab
     ) -> None:
-        self._on_device = DeviceGradients(parameters)
         self._transfer = transfer
-        self._hosts: dict[nn.Parameter, Reserved] = {
-            p: _reserve_like(slab, local_part(p)) for p in self._on_device._parameters
-        }
+        self._hosts = {p: _reserve_like(slab, local_part(p)) for p in parameters}
+        self._on_device = DeviceGradients(self._hosts)
 
     @torch.no_grad()
     def take(self) -> dict[nn.Parameter, torch.Tensor]:
