@@ -21,9 +21,10 @@ from torch import nn
 from placement_memory import disk_bytes
 from placement_peers import SUBGROUP_VALUES, deepspeed_config, disk_tiers
 from placement_setting import Setting
+from tightfit.bill.on_disk import PIECE_VALUES
 from tightfit.bill.table import Kind
 from tightfit.engine.disk import DiskFile
-from tightfit.engine.pipeline import BUFFERS, PIECE_VALUES, DiskTier, Part, ReadAhead, Writes
+from tightfit.engine.pipeline import BUFFERS, DiskTier, Part, ReadAhead, Writes
 from tightfit.engine.slab import HostSlab, memory_of
 
 RAW, TIGHTFIT, DEEPSPEED = "the disk itself", "tightfit's pipeline", "DeepSpeed's swapper"

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tightfit.bill.model_states import tensor_state_bytes
-from tightfit.bill.on_disk import record_bytes, whole_blocks
+from tightfit.bill.on_disk import record_bytes
 from tightfit.bill.shards import ModelTensors, Tensor
 from tightfit.bill.table import Kind
-from tightfit.engine import pipeline
 from tightfit.engine.apply import fit
+from tightfit.engine.disk_records import _lay_out
 from tightfit.engine.engine import Engine
 from tightfit.errors import UnsupportedError
 from tightfit.ledger import Ledger
@@ -145,10 +145,11 @@ def test_the_engine_holds_what_the_closed_form_says(
 
 @pytest.mark.parametrize("values", [1, 4095, 4096, 2**21, 2**21 + 1, 5_000_000])
 def test_records_are_cut_as_the_engine_cuts_them(values: int) -> None:
-    spans = pipeline.spans(values)
-    both = sum(pipeline.whole_blocks(8 * (end - begin)) for begin, end in spans)
-    assert record_bytes(values, (4, 4)) == both or any((end - begin) % 16 for begin, end in spans)
-    assert record_bytes(values, (4,)) == sum(
-        pipeline.whole_blocks(4 * (end - begin)) for begin, end in spans
-    )
-    assert whole_blocks(values) == pipeline.whole_blocks(values)
+    parameter = torch.nn.Parameter(torch.empty(values, device="meta"))
+    entries = {
+        "master": (values, torch.float32),
+        "exp_avg": (values, torch.uint8),
+        "exp_avg_scales": (-(-values // 256), torch.float32),
+    }
+    _, kinds = _lay_out({parameter: entries})
+    assert record_bytes(values, (4, 1), scales=1) == sum(kinds.values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tightfit.engine import pipeline
+from tightfit.bill import on_disk
 from tightfit.engine.arithmetic import Numbers
 from tightfit.engine.disk_gradients import DiskGradients
 from tightfit.engine.disk_states import DiskStates, DueUpdate
@@ -30,7 +30,7 @@ SHAPES = ((1,), (0,), (15, 3), (PIECE,), (PIECE + 1,), (2, PIECE + 259), (4095,)
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of a few thousand values have several pieces."""
-    monkeypatch.setattr(pipeline, "PIECE_VALUES", PIECE)
+    monkeypatch.setattr(on_disk, "PIECE_VALUES", PIECE)
 
 
 def make_parameters(

@@ -12,10 +12,11 @@ from tests.engine.on_disk import CPU, PIECE, SHAPES, backward, make_parameters, 
 from tests.engine.postponed import PostponedTransfer
 from torch import nn
 
+from tightfit.bill.on_disk import spans
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.disk import DiskError
 from tightfit.engine.disk_gradients import DiskGradients
-from tightfit.engine.pipeline import DiskTier, ReadAhead, spans
+from tightfit.engine.pipeline import DiskTier, ReadAhead
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Transfer
 from tightfit.ledger import Ledger

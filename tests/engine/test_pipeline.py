@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tightfit.bill import on_disk
 from tightfit.bill.on_disk import BLOCK_BYTES
 from tightfit.bill.table import Kind
 from tightfit.engine import pipeline
 from tightfit.engine.disk import DiskError
-from tightfit.engine.pipeline import BookedFile, Buffers, DiskTier, Part, ReadAhead, Writes, spans
+from tightfit.engine.pipeline import BookedFile, Buffers, DiskTier, Part, ReadAhead, Writes
 from tightfit.engine.slab import HostSlab
 from tightfit.errors import DoesNotFitError
 from tightfit.ledger import Ledger
@@ -27,15 +28,15 @@ from tightfit.policies import Tier
 CPU = torch.device("cpu")
 
 
-@given(st.integers(0, 5 * pipeline.PIECE_VALUES) | st.integers(0, 20_000))
+@given(st.integers(0, 5 * on_disk.PIECE_VALUES) | st.integers(0, 20_000))
 def test_spans_cover_all_values_evenly(values: int) -> None:
-    runs = spans(values)
+    runs = on_disk.spans(values)
     assert [begin for begin, _ in runs] == [0, *(end for _, end in runs)][: len(runs)]
     assert (runs[-1][1] if runs else 0) == values
     sizes = [end - begin for begin, end in runs]
-    assert all(0 < size <= pipeline.PIECE_VALUES for size in sizes)
+    assert all(0 < size <= on_disk.PIECE_VALUES for size in sizes)
     assert all(begin % 4096 == 0 for begin, _ in runs)
-    assert len(runs) <= -(-values // pipeline.PIECE_VALUES)
+    assert len(runs) <= -(-values // on_disk.PIECE_VALUES)
     assert max(sizes[:-1], default=0) - min(sizes[:-1], default=0) == 0
 
 

@@ -1,4 +1,4 @@
-"""Closed forms of what the engine keeps on a disk: in files of whole blocks, in two places each.
+"""How things lie on a disk, and closed forms of their bytes: whole blocks, in two places each.
 
 A parameter is cut into pieces, and each has one record with its states side by side. Knows nothing
 of which states there are, or of what else a disk is for.
@@ -13,7 +13,7 @@ from tightfit.bill.shards import ceil_divide
 
 SLOTS = 2  # what is current, and what the step that runs makes of it
 BLOCK_BYTES = 4096  # places, sizes and buffers of direct requests are multiples of this
-_PIECE_VALUES = 2**21
+PIECE_VALUES = 2**21  # of a parameter; with fp32 states and gradient 32 MiB, a disk's full rate
 _ALIGN_BYTES = 64  # of each state in a record
 
 
@@ -31,18 +31,22 @@ def record_bytes(values: int, widths: Sequence[int], *, scales: int = 0) -> int:
         scales: how many of the states have an fp32 scale for each block of values, apart.
     """
     total = 0
-    for piece in _pieces(values):
-        fields = [width * piece for width in widths]
-        fields += [4 * ceil_divide(piece, BLOCK_8BIT)] * scales
+    for begin, end in spans(values):
+        fields = [width * (end - begin) for width in widths]
+        fields += [4 * ceil_divide(end - begin, BLOCK_8BIT)] * scales
         aligned = (ceil_divide(size, _ALIGN_BYTES) * _ALIGN_BYTES for size in fields)
         total += whole_blocks(sum(aligned))
     return total
 
 
-def _pieces(values: int) -> list[int]:
-    """Sizes of even pieces, of which each but the last is a multiple of a block of bytes."""
+def spans(values: int) -> list[tuple[int, int]]:
+    """Even runs `[begin, end)` of at most `PIECE_VALUES`; none of no values.
+
+    Each begins at a multiple of 4096 values: of any type that is where a disk's block begins, and a
+    block of 8-bit moments, and where vectorised arithmetic on the whole would begin a vector.
+    """
     if values == 0:
         return []
-    even = ceil_divide(values, ceil_divide(values, _PIECE_VALUES))
+    even = ceil_divide(values, ceil_divide(values, PIECE_VALUES))
     run = ceil_divide(even, BLOCK_BYTES) * BLOCK_BYTES
-    return [min(run, values - begin) for begin in range(0, values, run)]
+    return [(begin, min(begin + run, values)) for begin in range(0, values, run)]

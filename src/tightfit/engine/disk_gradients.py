@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tightfit import ledger
-from tightfit.bill.on_disk import whole_blocks
+from tightfit.bill.on_disk import spans, whole_blocks
 from tightfit.bill.table import Kind
 from tightfit.engine.pipeline import (
     BookedFile,
@@ -26,7 +26,6 @@ from tightfit.engine.pipeline import (
     InUse,
     Part,
     ReadAhead,
-    spans,
 )
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.errors import TrainingError

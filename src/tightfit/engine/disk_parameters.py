@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tightfit import ledger
-from tightfit.bill.on_disk import whole_blocks
+from tightfit.bill.on_disk import spans, whole_blocks
 from tightfit.bill.table import Kind
 from tightfit.engine.carrier import Carrier, values_in
 from tightfit.engine.pipeline import (
@@ -30,7 +30,6 @@ from tightfit.engine.pipeline import (
     Part,
     ReadAhead,
     Writes,
-    spans,
 )
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival, Transfer

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tightfit.bill.on_disk import whole_blocks
+from tightfit.bill.on_disk import spans, whole_blocks
 from tightfit.bill.optimizers import BLOCK_8BIT
 from tightfit.bill.shards import ceil_divide
 from tightfit.bill.table import Kind
-from tightfit.engine.pipeline import DiskTier, InUse, Part, ReadAhead, Writes, spans
+from tightfit.engine.pipeline import DiskTier, InUse, Part, ReadAhead, Writes
 from tightfit.ledger import local_part
 
 Entries = Mapping[str, tuple[int, torch.dtype]]  # of one parameter, (elements, type) by name

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit import ledger
 from tightfit.bill.on_disk import BLOCK_BYTES, whole_blocks
-from tightfit.bill.shards import ceil_divide
 from tightfit.bill.table import Kind
 from tightfit.engine.disk import Disk, DiskFile, check_free
 from tightfit.engine.slab import HostSlab, Reserved
@@ -29,22 +28,8 @@ from tightfit.engine.transfer import THERE, Arrival
 from tightfit.errors import TrainingError
 from tightfit.policies import Tier
 
-PIECE_VALUES = 2**21  # of a parameter; with fp32 states and gradient 32 MiB, a disk's full rate
 BUFFERS = 6  # reading, computing and writing are all busy; with 3 a step takes a fifth longer
 _HELD = 4  # of them: one in use, the others being read
-
-
-def spans(values: int) -> list[tuple[int, int]]:
-    """Even runs `[begin, end)` of at most `PIECE_VALUES`; none of no values.
-
-    Each begins at a multiple of 4096 values: of any type that is where a disk's block begins, and a
-    block of 8-bit moments, and where vectorised arithmetic on the whole would begin a vector.
-    """
-    if values == 0:
-        return []
-    even = ceil_divide(values, ceil_divide(values, PIECE_VALUES))
-    run = ceil_divide(even, BLOCK_BYTES) * BLOCK_BYTES
-    return [(begin, min(begin + run, values)) for begin in range(0, values, run)]
 
 
 class DiskTier:
