@@ -308,3 +308,34 @@ def test_a_tier_that_is_forgotten_gives_its_space_back(tmp_path: Path) -> None:
     del tier
     gc.collect()
     assert open_files() == before
+
+
+def test_a_tier_that_is_forgotten_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever collects it may be a thread that the end of another one has to wait for."""
+    before, others, plain = open_files(), threading.enumerate(), os.preadv
+    forgotten, seen = threading.Event(), []
+
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        seen.append(forgotten.wait(5))
+        return plain(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    tier, slab = DiskTier(tmp_path), HostSlab(CPU)
+    tier.buffers.need(BLOCK_BYTES)
+    tier.buffers.reserve(slab)
+    slab.allocate()
+    (file,) = tier.create({"a": {Kind.GRADIENTS: BLOCK_BYTES}})
+    buffer = tier.buffers.take()
+    assert buffer is not None
+    arrival = file.read(0, buffer)
+    del tier, file
+    gc.collect()
+    forgotten.set()
+    arrival.wait()
+    assert seen == [True]
+    del arrival
+    for thread in set(threading.enumerate()) - set(others):
+        thread.join(60)  # it ends by itself
+    assert open_files() == before

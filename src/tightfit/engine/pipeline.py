@@ -7,6 +7,7 @@ touches a disk: files are booked, reads and writes skipped. Knows nothing of wha
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -46,7 +47,7 @@ class DiskTier:
         self.buffers = Buffers()
         self._disk = None if detect_fake_mode() is not None else Disk()
         self._files: list[DiskFile] = []
-        self._end = weakref.finalize(self, _end, self._disk, self._files)
+        self._ends: list[weakref.finalize[[int], DiskFile]] = []
 
     def create(self, files: Mapping[str, Mapping[Kind, int]]) -> list[BookedFile]:
         """Files of so many bytes, by name and kind; none is made where not all have room.
@@ -63,8 +64,11 @@ class DiskTier:
     def _create(self, name: str, size_bytes: int, kinds: Mapping[Kind, int]) -> BookedFile:
         if self._disk is None:
             return BookedFile(None, None, kinds)
-        self._files.append(DiskFile.create(self.folder, name, size_bytes))
-        return BookedFile(self._disk, self._files[-1], kinds)
+        file = DiskFile.create(self.folder, name, size_bytes)
+        self._files.append(file)
+        # Requests that are under way have the file as well.
+        self._ends.append(weakref.finalize(file, os.close, file.descriptor))
+        return BookedFile(self._disk, file, kinds)
 
     @property
     def is_imaginary(self) -> bool:
@@ -79,16 +83,13 @@ class DiskTier:
     def close(self) -> None:
         """Finish what is under way, end the threads and give the disk's space back.
 
-        So does the end of this object, as when a plan that ran out of memory is replaced.
+        So does the end of this object, as when a plan that ran out of memory is replaced, but that
+        waits for nothing: the garbage collector may come to it in any thread, whatever that holds.
         """
-        self._end()
-
-
-def _end(disk: Disk | None, files: Sequence[DiskFile]) -> None:
-    if disk is not None:
-        disk.close()
-    for file in files:
-        file.close()
+        if self._disk is not None:
+            self._disk.close()
+        for end in self._ends:
+            end()
 
 
 class BookedFile:
