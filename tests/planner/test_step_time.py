@@ -154,3 +154,6 @@ def test_what_wears_a_disk() -> None:
     assert found.disk_parameters == 2 * 4000
     # fp32 parameters are their own masters; they, two moments, and gradients of two micro-batches.
     assert found.written_bytes == 4000 + 8000 + 2 * 4000
+    assert found.disk_read == 4000 + 8000 + 4000, "a step's own, of summed gradients"
+    only = traffic(PlacementPolicy(Tier.HOST, Tier.HOST, Tier.NVME))
+    assert (only.disk_read, only.written_bytes) == (4000, 4000)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.bill.model_states import state_widths
+from tightfit.bill.optimizers import FP32_BYTES
 from tightfit.bill.table import Kind
 from tightfit.dry_run import DryRun
 from tightfit.planner.fractions import share_leaving, state_bytes
@@ -76,11 +77,13 @@ def traffic_of(run: DryRun, policies: Policies, activation_bytes: float) -> Traf
     leaves = placement.optimizer_states is not Tier.DEVICE
     updated = share_leaving(placement.optimizer_fraction, run, trained=True) * run.trainable
     updated = updated if leaves else 0.0
-    width = state_widths(policies).trainable
-    gradients = updated * width
+    widths = state_widths(policies)
+    gradients = updated * widths.trainable
     late = placement.gradients is Tier.DEVICE
     on_nvme = placement.gradients is Tier.NVME
     trained_values = on_disk.get(Kind.PARAMETERS, 0) if policies.adapter is None else 0
+    # An update makes values from an fp32 master; else it changes them.
+    read_values = 0 if widths.master == FP32_BYTES else trained_values
     states = on_disk.get(Kind.OPTIMIZER_STATES, 0) + on_disk.get(Kind.MASTER_WEIGHTS, 0)
     return Traffic(
         parameters_in=steps * parameters,
@@ -92,7 +95,7 @@ def traffic_of(run: DryRun, policies: Policies, activation_bytes: float) -> Traf
         values_in=gradients * _resident_share(run, policies),
         disk_parameters=steps * on_disk.get(Kind.PARAMETERS, 0),
         disk_gradients=steps * gradients if on_nvme else 0.0,
-        disk_read=states + (gradients if on_nvme else 0.0),
+        disk_read=states + read_values + (gradients if on_nvme else 0.0),
         disk_written=states + trained_values,
         updated_off=updated,
         updated_first=_first_values(run, policies) if leaves else 0.0,
