@@ -33,9 +33,11 @@ PLACES: dict[str, Keys] = {
     "host": {"offload_optimizer": "cpu", "offload_param": "cpu", "offload_activations": "true"},
     "disk": {"offload_optimizer": "nvme", "offload_param": "cpu", "lazy_step": "true"},
     "all on disk": {"offload_optimizer": "nvme", "offload_param": "nvme", "lazy_step": "true"},
+    "parameters on disk": {"offload_optimizer": "cpu", "offload_param": "nvme"},
 }
 PAIRS = [
     ("disk", "disk"), ("host", "all on disk"), ("all on disk", "device"), ("device", "host"),
+    ("device", "parameters on disk"), ("parameters on disk", "host"),
 ]  # fmt: skip
 
 
