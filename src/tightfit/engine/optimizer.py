@@ -149,11 +149,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
     def _values_on_disk(self) -> DiskUpdates | None:
         """The parameters that live there while their states are on the host."""
         values = None if self._stream is None else self._stream.on_disk
-        if values is None:
+        disk = self._elsewhere.disk
+        if values is None or disk is None:
             return None
         parameters = [p for p, t in self._tiers.items() if t is Tier.HOST and values.has(p)]
-        assert self._elsewhere.disk is not None
-        return DiskUpdates(parameters, values, self._elsewhere.disk) if parameters else None
+        return DiskUpdates(parameters, values, disk) if parameters else None
 
     @property
     def device(self) -> torch.device:
@@ -264,15 +264,15 @@ class PlacedOptimizer(torch.optim.Optimizer):
         self._update_on_device(list(updates.values()), clip)
         updates = {p: self._update(p, gradients[p], numbers[p]) for p in on[Tier.HOST]}
         from_disk = self._due_on_disk(on[Tier.NVME], gradients, numbers)
+        on_host = {
+            unit: [updates[p] for p in own if p in updates] for unit, own in self._own.items()
+        }
         if self._disk is not None:
             self._disk.begin(from_disk, clip.on(Tier.NVME))
-        here = {unit: [updates[p] for p in own if p in updates] for unit, own in self._own.items()}
         if self._passing is not None:
-            everything = (update for due in here.values() for update in due)
-            self._passing.begin(
-                {u.parameter: u.piece for u in everything if self._passes(u.parameter)}
-            )
-        for unit, due in here.items():
+            every = [update for due in on_host.values() for update in due]
+            self._passing.begin({u.parameter: u.piece for u in every if self._passes(u.parameter)})
+        for unit, due in on_host.items():
             if due or unit in from_disk:
                 self._due.add(unit, partial(self._update_unit, unit, due, clip))
         if self._elsewhere.disk is not None:
