@@ -58,7 +58,8 @@ def run(test: str) -> list[ElementTree.Element]:
     """What the slow tests of a file have found."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "slow", test, f"--junitxml={report}"]
+        options = ["-m", "slow", test, f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        command = [sys.executable, "-m", "pytest", *options]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
         return list(ElementTree.parse(report).iter("testcase"))
 
