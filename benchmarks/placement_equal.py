@@ -7,7 +7,7 @@ and poison until then, and counts what they found.
     python benchmarks/placement_equal.py --ranks 2 > benchmarks/results/placement_equal_2_ranks.md
 
 With two ranks, which are processes on gloo, it is `tests/engine/test_placement_on_ranks.py`, at
-every ZeRO stage. Each takes about ten minutes on one core.
+every ZeRO stage. Each takes five to ten minutes on two cores.
 """
 
 from __future__ import annotations
