@@ -24,6 +24,7 @@ def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel_rank
     assert BatchPolicy(3, 4).sequences_per_rank == 12
     sharding = ShardingPolicy(ranks=16, tensor_parallel=2, pipeline_parallel=2)
     assert sharding.data_parallel == 4
+    assert replace(sharding, zero_stage=3, replicas=2).data_parallel == 4
     assert Policies(batch=BatchPolicy(3, 4), sharding=sharding).global_batch_size == 48
 
 
@@ -33,6 +34,11 @@ def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel_rank
         (ShardingPolicy(ranks=0), "start at 1"),
         (ShardingPolicy(zero_stage=4), "zero_stage is 0, 1, 2 or 3"),
         (ShardingPolicy(ranks=6, tensor_parallel=4), "take a multiple of 4"),
+        (ShardingPolicy(8, 3, replicas=0), "start at 1"),
+        (ShardingPolicy(8, 0, replicas=2), "every rank is a replica"),
+        (ShardingPolicy(8, 3, replicas=3), r"take one of \[2, 4\]"),
+        (ShardingPolicy(8, 3, replicas=8), r"take one of \[2, 4\]"),
+        (ShardingPolicy(4, 1, 2, replicas=2), "leave replicas out"),
     ],
 )
 def test_ranks_that_cannot_be_shared_out_are_refused(
@@ -40,6 +46,11 @@ def test_ranks_that_cannot_be_shared_out_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         Policies(sharding=sharding)
+
+
+@pytest.mark.parametrize(("stage", "replicas", "shards"), [(0, 1, 1), (1, 1, 8), (3, 2, 4)])
+def test_a_replica_is_shared_by_its_own_ranks(stage: int, replicas: int, shards: int) -> None:
+    assert ShardingPolicy(16, stage, 2, replicas=replicas).shards == shards
 
 
 def test_a_quantised_base_needs_adapters() -> None:

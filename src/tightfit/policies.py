@@ -71,12 +71,15 @@ class ShardingPolicy:
             0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
         tensor_parallel: ranks that share each layer's matrices.
         pipeline_parallel: stages, each with its own layers.
+        replicas: whole copies of what data-parallel ranks share out (HSDP): each is shared by
+            `data_parallel / replicas` of them. Stage 0 shares nothing, so every rank has a copy.
     """
 
     ranks: int = 1
     zero_stage: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    replicas: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -84,9 +87,9 @@ class ShardingPolicy:
         return self.ranks // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
-    def shares_model(self) -> bool:
-        """Whether a rank holds a part of the model only."""
-        return self.ranks > 1 and (self.zero_stage > 0 or self.tensor_parallel > 1)
+    def shards(self) -> int:
+        """Ranks that share one copy of the model states out."""
+        return self.data_parallel // self.replicas if self.zero_stage else 1
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,12 @@ def _check_update_place(policies: Policies) -> None:
 
 
 def _check_sharding(sharding: ShardingPolicy) -> None:
-    sizes = (sharding.ranks, sharding.tensor_parallel, sharding.pipeline_parallel)
+    sizes = (
+        sharding.ranks,
+        sharding.tensor_parallel,
+        sharding.pipeline_parallel,
+        sharding.replicas,
+    )
     if min(sizes) < 1 or sharding.zero_stage not in (0, 1, 2, 3):
         raise UnsupportedError("ranks and parallel sizes start at 1; zero_stage is 0, 1, 2 or 3")
     width = sharding.tensor_parallel * sharding.pipeline_parallel
@@ -310,4 +318,23 @@ def _check_sharding(sharding: ShardingPolicy) -> None:
             f"{sharding.ranks} ranks cannot be split into tensor parallel "
             f"{sharding.tensor_parallel} x pipeline parallel {sharding.pipeline_parallel}; "
             f"take a multiple of {width}"
+        )
+    _check_replicas(sharding)
+
+
+def _check_replicas(sharding: ShardingPolicy) -> None:
+    if sharding.replicas == 1:
+        return
+    if sharding.zero_stage == 0:
+        raise UnsupportedError(
+            f"{sharding.replicas} replicas with zero_stage 0, where every rank is a replica: leave "
+            "replicas out, or set zero_stage 1, 2 or 3"
+        )
+    ranks = sharding.data_parallel
+    if ranks % sharding.replicas or ranks == sharding.replicas:
+        fitting = [number for number in range(2, ranks) if ranks % number == 0]
+        what_works = f"take one of {fitting}" if fitting else "leave replicas out"
+        raise UnsupportedError(
+            f"{ranks} data-parallel ranks cannot be {sharding.replicas} replicas of two shards or "
+            f"more; {what_works}"
         )

@@ -1,18 +1,19 @@
-"""A program: the same training on several ranks, on one, and on fake ones, for test_sharding.py.
+"""A program: the same training on several ranks, on one, and on fake ones, for other tests.
 
-    python sharded_runs.py FOLDER
+    python sharded_runs.py FOLDER SET
 
-Starts one process per rank on gloo for 2 and for 4 ranks, which run all cases one after the other,
-and meanwhile runs the same alone and on fake tensors. For each run FOLDER gets `NAME.json` (norms,
-and the ledger's table of each step) and `NAME.safetensors` (the parameters afterwards, whole). The
-processes are forked after the imports, which take longer than everything else.
+Starts one process per rank on gloo for each number of ranks in the set, which run all its cases one
+after the other, and meanwhile runs the same alone and on fake tensors. For each run FOLDER gets
+`NAME.json` (losses, norms, and the ledger's table of each step) and `NAME.safetensors` (the
+parameters afterwards, whole). The processes are forked after the imports, which take longer than
+everything else.
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
-`untied`, `empty` (the model has no values until it is shared out), `short` (steps of fewer
-micro-batches than planned) and what happens in one of the steps:
-`peek` (an evaluation between backward and step), `discard` (a backward that is given up), `fail`
-(one that breaks off in the middle), `inf` (one rank's gradients are not finite) and `off` (the
-ledger is off). `read` looks at parameters that are away, at the end.
+families of models, `tp2` (ranks that share matrices), `hsdp2` (replicas), `untied`, `empty` (the
+model has no values until it is shared out), `short` (steps of fewer micro-batches than planned) and
+what happens in one of the steps: `peek` (an evaluation between backward and step), `discard` (a
+backward that is given up), `fail` (one that breaks off in the middle), `inf` (one rank's gradients
+are not finite) and `off` (the ledger is off). `read` looks at parameters that are away, at the end.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.dry_run.config import load_config
 from tightfit.dry_run.fakes import fake_tensors
 from tightfit.dry_run.ranks import fake_ranks
 from tightfit.engine.adapter import import_library
@@ -51,6 +53,8 @@ from tightfit.engine.unloaded import Fill
 from tightfit.ledger import Ledger, local_part, table_of_sections
 from tightfit.policies import (
     AdapterPolicy,
+    AttentionKernel,
+    AttentionPolicy,
     BatchPolicy,
     CheckpointingPolicy,
     LossKind,
@@ -94,10 +98,24 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "disk": {"placement": PlacementPolicy(*[Tier.NVME] * 2, Tier.HOST, lazy_step=True)},
     "far": {"placement": PlacementPolicy(*[Tier.NVME] * 3, lazy_step=True)},
     "lora": {"adapter": AdapterPolicy(rank=2)},
+    "dropping": {"adapter": AdapterPolicy(rank=2, dropout=0.3)},
     "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
     "bf16": {"precision": PrecisionPolicy("bf16")},
+    "eager": {"attention": AttentionPolicy(AttentionKernel.EAGER)},
 }
-CASES = {
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "moe": {"model_type": "qwen3_moe", "head_dim": 8, **EXPERTS},
+    "phi3": {"model_type": "phi3", "resid_pdrop": 0.2},  # whole values that are dropped
+    "gemma2": {"model_type": "gemma2", "head_dim": 8},  # scaled embedding, capped logits
+    "smollm2": {
+        "hidden_size": 36, "intermediate_size": 96, "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+}  # fmt: skip
+SHARDING = {
     2: [
         "0",
         "0 fail",
@@ -150,17 +168,55 @@ CASES = {
         "3 host lora inf",
         "3 empty accumulate",
         "3 away accumulate untied read",
+        "1 hsdp2 accumulate untied",
+        "2 hsdp2 fail",
+        "3 hsdp2 accumulate lora",
+        "3 hsdp2 host bf16",
     ],
 }
+TENSOR = {
+    2: [
+        "0 tp2",
+        "0 tp2 accumulate checkpoint chunk untied",
+        "0 tp2 slice host",
+        "0 tp2 away slice accumulate inf",
+        "0 tp2 qwen2",
+        "0 tp2 qwen3 chunk fail",
+        "0 tp2 moe",
+        "0 tp2 moe chunk checkpoint accumulate",
+        "0 tp2 phi3",
+        "0 tp2 gemma2 eager untied",
+        "0 tp2 lora checkpoint",
+        "0 tp2 dropping chunk",
+        "0 tp2 bf16 chunk untied",
+        "3 tp2 far",
+    ],
+    3: ["0 tp3 smollm2", "0 tp3 smollm2 lora chunk"],
+    4: [
+        "0 tp4 accumulate",
+        "0 tp4 lora qwen3",
+        "0 tp2 accumulate chunk late",
+        "1 tp2 accumulate slice",
+        "2 tp2 checkpoint inf",
+        "3 tp2 accumulate untied",
+        "3 tp2 qwen2 host chunk discard",
+        "3 tp2 moe checkpoint",
+        "3 tp2 lora away",
+    ],
+}
+SETS = {"sharding": SHARDING, "tensor": TENSOR}
 
 
-def main(folder: Path) -> None:
-    """Run everything and write it to `folder`."""
+def main(folder: Path, chosen: str) -> None:
+    """Run all of one set and write it to `folder`."""
+    sets = SETS[chosen]
     torch.set_num_threads(1)
     import_library()
     import_quantisation()
-    processes = [process for ranks in CASES for process in started(ranks, folder)]
-    for ranks, cases in CASES.items():
+    processes = [
+        process for ranks, cases in sets.items() for process in started(ranks, cases, folder)
+    ]
+    for ranks, cases in sets.items():
         for case in cases:
             with fake_ranks(ranks), fake_tensors():
                 write(folder / file_name(case, ranks, "fake"), *run(case, ranks, None, folder))
@@ -172,10 +228,10 @@ def file_name(case: str, ranks: int, who: str) -> str:
     return f"{case} of {ranks} {who}"
 
 
-def started(ranks: int, folder: Path) -> list[BaseProcess]:
+def started(ranks: int, cases: list[str], folder: Path) -> list[BaseProcess]:
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = [
-        context.Process(target=one_rank, args=(rank, ranks, folder)) for rank in range(ranks)
+        context.Process(target=one_rank, args=(rank, ranks, cases, folder)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -193,32 +249,35 @@ def finish(processes: list[BaseProcess]) -> None:
         processes = [process for process in processes if process.exitcode is None]
 
 
-def one_rank(rank: int, ranks: int, folder: Path) -> None:
+def one_rank(rank: int, ranks: int, cases: list[str], folder: Path) -> None:
     """All cases of so many ranks on one of them."""
     store = dist.FileStore(str(folder / f"store of {ranks}"), ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
     )
-    for case in CASES[ranks]:
+    for case in cases:
         write(folder / file_name(case, ranks, str(rank)), *run(case, ranks, rank, folder))
     dist.destroy_process_group()
 
 
 def write(
-    path: Path, counting: Ledger, norms: list[float], parameters: dict[str, torch.Tensor]
+    path: Path,
+    counting: Ledger,
+    numbers: dict[str, list[float]],
+    parameters: dict[str, torch.Tensor],
 ) -> None:
     sections = counting.sections()
     tables = {
         chapter: table_of_sections({k: v for k, v in sections.items() if k[1] == chapter}).to_json()
         for chapter in {name for _, name in sections}
     }
-    path.with_name(f"{path.name}.json").write_text(json.dumps({"norms": norms, "tables": tables}))
+    path.with_name(f"{path.name}.json").write_text(json.dumps({**numbers, "tables": tables}))
     save_file(parameters, path.with_name(f"{path.name}.safetensors"))
 
 
 def run(
     case: str, ranks: int, rank: int | None, folder: Path
-) -> tuple[Ledger, list[float], dict[str, torch.Tensor]]:
+) -> tuple[Ledger, dict[str, list[float]], dict[str, torch.Tensor]]:
     """A few steps; `rank` None is a rank of a fake group, if there is one, else one alone.
 
     Who is alone gets the whole global batch at once. The ledger's sections are named by the step.
@@ -227,13 +286,16 @@ def run(
     fake = dist.is_initialized() and rank is None
     policies = policies_of(case, ranks)
     micro_batches = 1 if "short" in words else policies.batch.accumulation_steps
+    data_ranks = policies.sharding.data_parallel
     if not dist.is_initialized():
         policies = replace(policies, sharding=ShardingPolicy(), batch=BatchPolicy())
         policies = replace(policies, placement=PlacementPolicy())
     if fake:  # no ledger sees another thread
         policies = replace(policies, placement=replace(policies.placement, lazy_step=False))
-    model = make_model(policies, tied="untied" not in words)
-    counting, norms = Ledger(), []
+    model = make_model(policies, words)
+    if policies.adapter is None:  # adapters are drawn while the model is fitted
+        torch.manual_seed(rank or 0)
+    counting, losses, norms = Ledger(), [], []
     with counting:
         on_host = policies.placement.parameters is not Tier.DEVICE
         values = None
@@ -247,12 +309,16 @@ def run(
         counting.chapter = str(step)
         unusual = words if step == UNUSUAL and not fake else []
         with nullcontext() if "off" in unusual else counting:
-            batches = list(pieces(step, ranks, rank, micro_batches))
-            norms.append(one_step(engine, unusual, batches))
+            data_rank = None if rank is None else engine.data_rank
+            batches = list(pieces(step, data_ranks, data_rank, micro_batches))
+            loss, norm = one_step(engine, unusual, batches)
             del batches
+        losses.append(loss)
+        norms.append(norm)
     if "read" in words and dist.is_initialized() and not fake:
         read_what_is_away(engine)
-    return counting, norms, {} if fake else whole_parameters(engine)
+    numbers = {"losses": losses, "norms": norms}
+    return counting, numbers, {} if fake else whole_parameters(engine)
 
 
 def policies_of(case: str, ranks: int) -> Policies:
@@ -260,13 +326,20 @@ def policies_of(case: str, ranks: int) -> Policies:
     techniques = [TECHNIQUES[word] for word in words if word in TECHNIQUES]
     chosen = {key: value for technique in techniques for key, value in technique.items()}
     chosen.setdefault("batch", BatchPolicy(MICRO_BATCH))
-    return Policies(**chosen, optimizer=OPTIMIZER, sharding=ShardingPolicy(ranks, int(stage)))
+    tensor, replicas = (
+        next((int(word.removeprefix(name)) for word in words if word.startswith(name)), 1)
+        for name in ("tp", "hsdp")
+    )
+    sharding = ShardingPolicy(ranks, int(stage), tensor, replicas=replicas)
+    return Policies(**chosen, optimizer=OPTIMIZER, sharding=sharding)
 
 
-def make_model(policies: Policies, *, tied: bool) -> PreTrainedModel:
+def make_model(policies: Policies, words: list[str]) -> PreTrainedModel:
     torch.manual_seed(0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[policies.precision.parameters]
-    config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    changes = next((FAMILIES[word] for word in words if word in FAMILIES), {})
+    fields = {"model_type": "llama", **SIZES, "tie_word_embeddings": "untied" not in words}
+    config = load_config({**fields, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
 
@@ -312,7 +385,9 @@ def whole_batch(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def one_step(
     engine: Engine, unusual: list[str], batches: list[tuple[torch.Tensor, torch.Tensor]]
-) -> float:
+) -> tuple[float, float]:
+    """Loss and norm."""
+    total = 0.0
     if "discard" in unusual:
         engine.backward(engine.loss(*batches[0], TRAINED_TOKENS))
         engine.discard_gradients()
@@ -324,11 +399,12 @@ def one_step(
         last_rank = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
         if "inf" in unusual and last_rank:
             loss = loss * torch.inf
+        total += loss.item()
         engine.backward(loss)
         del loss
     if "peek" in unusual:
         engine.evaluation_loss(*batches[0])
-    return engine.step()
+    return total, engine.step()
 
 
 def fail_midway(engine: Engine, ids: torch.Tensor, labels: torch.Tensor) -> None:
@@ -376,4 +452,4 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

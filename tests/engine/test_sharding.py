@@ -39,7 +39,7 @@ def load_program() -> Any:
 
 
 runs = load_program()
-CASES = [(ranks, case) for ranks, cases in runs.CASES.items() for case in cases]
+CASES = [(ranks, case) for ranks, cases in runs.SHARDING.items() for case in cases]
 # fp32 sums in another order, and what AdamW makes of it; bf16 gradients are rounded before sums.
 TOLERANCE = {"fp32": (1e-6, 1e-5), "bf16": (2e-3, 2e-2)}  # of norms, relative; of parameters
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs have left their results."""
     folder = tmp_path_factory.mktemp("sharded")
     done = subprocess.run(
-        [sys.executable, PROGRAM, folder],
+        [sys.executable, PROGRAM, folder, "sharding"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -171,8 +171,8 @@ def test_as_many_ranks_as_the_policy_says(make_model: Any) -> None:
         fit(make_model(), policies)
 
 
-@pytest.mark.parametrize("sharding", [ShardingPolicy(2, 3, 2), ShardingPolicy(2, 0, 1, 2)])
-def test_data_parallel_only(make_model: Any, sharding: ShardingPolicy) -> None:
+@pytest.mark.parametrize("sharding", [ShardingPolicy(2, 0, 1, 2)])
+def test_no_pipeline_yet(make_model: Any, sharding: ShardingPolicy) -> None:
     with pytest.raises(UnsupportedError, match="not available in training yet"):
         fit(make_model(), Policies(sharding=sharding))
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import transformers.masking_utils
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def fake_tensors() -> Iterator[None]:
     """Every tensor made inside is a fake one."""
     fakes = (FakeTensorMode(), _AsRealTensors())  # type: ignore[no-untyped-call]
-    with _no_packing_check(), _no_module_moves(), fakes[0], fakes[1]:
+    with _no_packing_check(), _no_module_moves(), _real_meshes(), fakes[0], fakes[1]:
         yield
 
 
@@ -67,7 +68,7 @@ class _AsRealTensors(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer, or leave it to the fake mode below."""
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return True if args[0].dtype is torch.bool else 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             left, right = (matrix.to(torch.bfloat16) for matrix in args[:2])
@@ -98,3 +99,19 @@ def _no_module_moves() -> Iterator[None]:
         yield
     finally:
         nn.Module.to = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """FSDP2 joins its mesh and that of a tensor group, and computes with the numbers of ranks."""
+    original = DeviceMesh._concatenate
+
+    def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return original(meshes)
+
+    DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(original)  # type: ignore[method-assign]

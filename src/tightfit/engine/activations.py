@@ -31,14 +31,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.bill.table import Kind
 from tightfit.engine.buffers import HostBuffers
+from tightfit.engine.mesh import is_shard
 from tightfit.engine.saved import NO_BACKWARD, Saved, Span, Travelling
 from tightfit.engine.transfer import Transfer
 from tightfit.engine.units import Unit
+from tightfit.ledger import local_part
 from tightfit.policies import PlacementPolicy
 
 # Smaller storages stay. A copy of as many bytes takes less time than beginning one (some 10 us).
@@ -207,5 +208,5 @@ def _staying(units: Sequence[Unit], count: int) -> set[Unit]:
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
     """Of tensors in memory of their own; what ranks share is made whole before it is used."""
     for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            yield tensor.untyped_storage()._cdata
+        if not is_shard(tensor):
+            yield local_part(tensor).untyped_storage()._cdata

@@ -1,8 +1,9 @@
 """Applies a plan's policies to a model, in the one order in which they work.
 
-What the base is made of first; then adapters, since they decide what is trained; then what changes
-forward (attention, loss, checkpointing); then who holds which part of it; then gradients and
-optimizer, which need the final list of parameters.
+What the base is made of first; then adapters, since they decide what is trained; then who has which
+part of each matrix, adapters' included; then what changes forward (attention, loss, checkpointing);
+then who holds which shard of all that; then gradients and optimizer, which need the final list of
+parameters.
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ from tightfit.engine.gradients import (
 from tightfit.engine.host_threads import prepare_update_thread
 from tightfit.engine.lazy import DueUpdates
 from tightfit.engine.loss import apply_loss
+from tightfit.engine.mesh import Dimension, Mesh
 from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.pipeline import DiskTier
 from tightfit.engine.placement import state_tiers
 from tightfit.engine.quantisation import apply_quantisation, is_quantised, quantising
-from tightfit.engine.ranks import OneRank, Ranks
+from tightfit.engine.ranks import Ranks
 from tightfit.engine.sharding import apply_sharding
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.sliced_loss import SlicedLoss
 from tightfit.engine.state_dict import serve_state_dicts
 from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.supported import check_engine_can
+from tightfit.engine.tensor_parallel import apply_tensor_parallel
 from tightfit.engine.transfer import Transfer
 from tightfit.engine.units import Unit, units_of
 from tightfit.engine.unloaded import Fill, Unloaded
@@ -99,14 +102,16 @@ def fit(
     adapted = apply_adapter(model, policies.adapter)
     if policies.adapter is not None:
         _adopt(adapted)
+    mesh = Mesh(policies.sharding, device)
+    with unloaded.as_shapes(adapted) if mesh.size(Dimension.TENSOR) > 1 else nullcontext():
+        vocabulary = apply_tensor_parallel(adapted, model, mesh)
     apply_attention(model, policies.attention)
-    sliced = apply_loss(model, policies.loss)
+    sliced = apply_loss(model, policies.loss, vocabulary)
     apply_checkpointing(model, policies.checkpointing)
     if not any(p.requires_grad for p in adapted.parameters()):
         raise ConfigError("nothing to train: all parameters of the model are frozen")
-    shared = policies.sharding.shares_model
-    with unloaded.as_shapes(adapted) if shared else nullcontext():
-        ranks = apply_sharding(adapted, model, policies, device)
+    with unloaded.as_shapes(adapted) if mesh.size(Dimension.SHARD) > 1 else nullcontext():
+        ranks = apply_sharding(adapted, model, policies, mesh)
     setattr(model, _FITTED, True)
     adapted.train()
     elsewhere = Elsewhere(Transfer(device), HostSlab(device), _disk(policies, offload_folder))
@@ -200,7 +205,7 @@ def _place_vocabulary(
     if stream is not None:
         unit = next(unit for unit in units if sliced.head.weight in set(unit.parameters))
         sliced.prepare = partial(stream.use, unit)
-    if isinstance(gradients, HostGradients) and isinstance(ranks, OneRank):
+    if isinstance(gradients, HostGradients) and ranks.data_ranks == 1:
         sliced.deliver = gradients.receive
 
 

@@ -13,9 +13,11 @@ from torch import nn
 from tightfit.engine.disk_gradients import DiskGradient
 from tightfit.policies import Tier
 
+Gradients = Mapping[nn.Parameter, torch.Tensor | DiskGradient]
+
 
 def total_norm(
-    gradients: Mapping[nn.Parameter, torch.Tensor | DiskGradient],
+    gradients: Gradients,
     known: Mapping[nn.Parameter, torch.Tensor],
 ) -> torch.Tensor:
     """The global norm in fp32, that of all norms; `get_total_norm` would round those of 16 bits.

@@ -56,6 +56,19 @@ class Engine:
         return self.optimizer.device
 
     @property
+    def data_rank(self) -> int:
+        """The number of this rank among those that are to be given different sequences.
+
+        Ranks that share layers' matrices have the same number and need the same batches.
+        """
+        return self.ranks.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of them, are given different sequences."""
+        return self.ranks.data_ranks
+
+    @property
     def written_bytes(self) -> int:
         """What the last update that was finished has written to the nvme tier's disk."""
         return self.optimizer.written_bytes

@@ -4,7 +4,7 @@ The logits of a chunk turn into its gradients in place and in the same pass, as 
 (https://arxiv.org/abs/2410.10989): forward leaves the gradients of hidden states and weight
 behind and backward hands them out. The model's forward stays the way in: called with labels, its
 output layer passes hidden states through and its loss function works on them; called without
-labels, it is what it was.
+labels, it is what it was. Where ranks share the vocabulary, a chunk's logits are this rank's part.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.sliced_loss import SlicedLoss, next_token_targets
+from tightfit.engine.vocabulary import Vocabulary, part_of
 from tightfit.errors import UnsupportedError
 from tightfit.facts.labels import IGNORED
 from tightfit.facts.logits import logit_transform
@@ -31,8 +32,13 @@ from tightfit.policies import LossKind, LossPolicy
 _LossOfHidden = Callable[[torch.Tensor, torch.Tensor, "int | torch.Tensor | None"], torch.Tensor]
 
 
-def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> SlicedLoss | None:
+def apply_loss(
+    model: PreTrainedModel, policy: LossPolicy, vocabulary: Vocabulary | None = None
+) -> SlicedLoss | None:
     """Make `model(..., labels=...)` compute its loss as the policy says; the loss if it is sliced.
+
+    Args:
+        vocabulary: which rows of the output layer this rank has; None: all.
 
     Raises:
         UnsupportedError: the model has no output layer that another loss can take over.
@@ -48,15 +54,18 @@ def apply_loss(model: PreTrainedModel, policy: LossPolicy) -> SlicedLoss | None:
         raise UnsupportedError(
             f"{policy.kind} loss does not work for this model: {reason}; set loss: full"
         )
+    vocabulary = vocabulary or Vocabulary()
     if policy.kind is LossKind.SLICED:
-        sliced = SlicedLoss(head, policy.slice_rows)
+        sliced = SlicedLoss(head, policy.slice_rows, vocabulary)
         _take_over_forward(model, head, sliced)
         return sliced
 
     def chunked(
         hidden: torch.Tensor, labels: torch.Tensor, trained_tokens: int | torch.Tensor | None
     ) -> torch.Tensor:
-        return chunked_causal_loss(hidden, labels, head, policy.chunk_tokens, trained_tokens)
+        return chunked_causal_loss(
+            hidden, labels, head, policy.chunk_tokens, trained_tokens, vocabulary
+        )
 
     _take_over_forward(model, head, chunked)
     return None
@@ -90,6 +99,7 @@ def _take_over_forward(model: PreTrainedModel, head: nn.Linear, loss: _LossOfHid
 @contextmanager
 def _passing_through(head: nn.Linear, passed: list[torch.Tensor]) -> Iterator[None]:
     """The output layer returns its input inside, and puts it into `passed`."""
+    before = head.__dict__.get("forward")
 
     def identity(hidden: torch.Tensor) -> torch.Tensor:
         passed.append(hidden)
@@ -100,6 +110,8 @@ def _passing_through(head: nn.Linear, passed: list[torch.Tensor]) -> Iterator[No
         yield
     finally:
         del head.forward
+        if before is not None:
+            head.forward = before  # type: ignore[method-assign]
         passed.clear()
 
 
@@ -122,6 +134,7 @@ def chunked_causal_loss(
     head: nn.Linear,
     chunk_tokens: int,
     trained_tokens: int | torch.Tensor | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> torch.Tensor:
     """Mean next-token cross-entropy over the labels that are not -100.
 
@@ -131,14 +144,36 @@ def chunked_causal_loss(
         head: the output layer, `[vocab, hidden]`.
         chunk_tokens: positions whose logits live at the same time.
         trained_tokens: divisor of the sum; the count of these labels when None.
+        vocabulary: which rows of the output layer this rank has; None: all.
     """
+    vocabulary = vocabulary or Vocabulary()
     targets, divisor = next_token_targets(labels, trained_tokens)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    with_gradients = torch.is_grad_enabled() and (flat.requires_grad or head.weight.requires_grad)
+    flat = vocabulary.enter(hidden.reshape(-1, hidden.shape[-1]))
+    weight, bias = part_of(head.weight), None if head.bias is None else part_of(head.bias)
+    with_gradients = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, head.weight, head.bias, targets, divisor, chunk_tokens, with_gradients
+        flat, weight, bias, _Targets(targets, vocabulary), divisor, chunk_tokens, with_gradients
     )
     return loss
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What each position is trained to predict, and which rows of it are here.
+
+    Attributes:
+        tokens: `[tokens]`, numbers of the whole vocabulary, or -100.
+    """
+
+    tokens: torch.Tensor
+    vocabulary: Vocabulary
+
+    def __getitem__(self, piece: slice) -> _Targets:
+        return _Targets(self.tokens[piece], self.vocabulary)
+
+    def within(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which targets are among these logits, `[tokens, rows]`, and where."""
+        return self.vocabulary.within(self.tokens, slice(0, logits.shape[1]))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -154,12 +189,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        targets: torch.Tensor,
+        targets: _Targets,
         divisor: int | torch.Tensor,
         chunk_tokens: int,
         with_gradients: bool,
     ) -> torch.Tensor:
-        """See `chunked_causal_loss`; `hidden` is `[tokens, hidden]`, `targets` `[tokens]`."""
+        """See `chunked_causal_loss`; `hidden` is `[tokens, hidden]`."""
         gradients = _Gradients.empty(ctx, hidden, weight, bias) if with_gradients else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk_tokens):
@@ -210,7 +245,7 @@ def _chunk(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    targets: _Targets,
     piece: slice,
     divisor: int | torch.Tensor,
     gradients: _Gradients | None,
@@ -232,25 +267,25 @@ def _chunk(
     return loss
 
 
-def _losses_to_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _losses_to_probabilities(logits: torch.Tensor, targets: _Targets) -> torch.Tensor:
     """Sum of cross-entropies over targets that are not ignored; `logits` become probabilities."""
-    index = targets.clamp(min=0).unsqueeze(1)
-    logits -= logits.amax(dim=1, keepdim=True)
-    at_target = logits.gather(1, index).squeeze(1)
+    inside, index = targets.within(logits)
+    logits -= targets.vocabulary.highest(logits.amax(dim=1)).unsqueeze(1)
+    at_target = torch.where(inside, logits.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
     logits.exp_()
-    normaliser = logits.sum(dim=1)
+    sums = torch.stack([logits.sum(dim=1), at_target])
+    normaliser, at_target = targets.vocabulary.total(sums)
     logits /= normaliser.unsqueeze(1)
-    return torch.where(targets == IGNORED, 0.0, normaliser.log() - at_target).sum()
+    return torch.where(targets.tokens == IGNORED, 0.0, normaliser.log() - at_target).sum()
 
 
 def _to_logit_gradients(
-    probabilities: torch.Tensor, targets: torch.Tensor, divisor: int | torch.Tensor
+    probabilities: torch.Tensor, targets: _Targets, divisor: int | torch.Tensor
 ) -> None:
     """(probability - one-hot) / divisor in place, zero where the target is ignored."""
-    trained = (targets != IGNORED).unsqueeze(1)
-    index = targets.clamp(min=0).unsqueeze(1)
-    probabilities.scatter_add_(1, index, probabilities.new_full(index.shape, -1.0))
-    probabilities *= trained / divisor
+    inside, index = targets.within(probabilities)
+    probabilities.scatter_add_(1, index.unsqueeze(1), -inside.to(probabilities.dtype).unsqueeze(1))
+    probabilities *= (targets.tokens != IGNORED).unsqueeze(1) / divisor
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

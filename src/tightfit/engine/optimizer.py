@@ -21,7 +21,7 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.arithmetic import Numbers
-from tightfit.engine.clipping import Clip, total_norm
+from tightfit.engine.clipping import Clip, Gradients
 from tightfit.engine.disk_gradients import DiskGradient
 from tightfit.engine.disk_states import DiskStates, DueUpdate
 from tightfit.engine.disk_updates import DiskUpdates
@@ -41,8 +41,6 @@ from tightfit.engine.transfer import Arrival
 from tightfit.engine.units import Unit
 from tightfit.ledger import local_part
 from tightfit.policies import Policies, Tier
-
-Gradients = Mapping[nn.Parameter, torch.Tensor | DiskGradient]
 
 _ALL_WRITTEN = Unit("", (), (), is_layer=False)  # no forward waits for it
 _CHUNK_VALUES_ON_A_CARD = 2**24  # enough work for a kernel, little memory
@@ -253,7 +251,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         """
         self.drain()
         with ledger.labelled(Kind.TEMPORARIES):
-            norm = self._ranks.global_norm(total_norm(gradients, norms or {}))
+            norm = self._ranks.global_norm(gradients, norms or {})
         if not bool(torch.isfinite(norm)):
             return norm
         clip = Clip(norm, self._max_grad_norm, self._transfer.device)

@@ -6,14 +6,16 @@ gradients of all ranks up and know the norm of all of them. Knows nothing of mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tightfit.engine.clipping import Gradients, total_norm
 from tightfit.errors import ConfigError
+from tightfit.ledger import local_part
 
 
 class Ranks(Protocol):
@@ -21,17 +23,18 @@ class Ranks(Protocol):
 
     Gradients are summed, never averaged: each rank's loss is already divided by the trained
     tokens of the global batch.
+
+    Attributes:
+        data_rank: the number of this rank among those that see different sequences. Ranks of a
+            tensor group have the same, and are to be given the same batches.
+        data_ranks: how many of those there are.
     """
 
     @property
-    def data_rank(self) -> int:
-        """This rank's number among those that see different sequences."""
-        ...
+    def data_rank(self) -> int: ...  # noqa: D102
 
     @property
-    def data_ranks(self) -> int:
-        """How many see different sequences."""
-        ...
+    def data_ranks(self) -> int: ...  # noqa: D102
 
     @property
     def is_first(self) -> bool:
@@ -63,11 +66,14 @@ class Ranks(Protocol):
         """Forget what is on its way to a sum, also after a backward that failed midway."""
         ...
 
-    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients, the same number on every rank.
+    def global_norm(
+        self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
+    ) -> torch.Tensor:
+        """The norm of all gradients, fp32, the same number on every rank.
 
         Args:
-            norm: fp32 scalar, that of the gradients that this rank holds.
+            gradients: those that this rank holds, by parameter.
+            known: norms of some of them, as of `total_norm`.
         """
         ...
 
@@ -96,9 +102,11 @@ class OneRank:
     def discard_gradients(self) -> None:
         """Nothing to do."""
 
-    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
+    def global_norm(
+        self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
+    ) -> torch.Tensor:
         """Its own."""
-        return norm
+        return total_norm(gradients, known)
 
 
 class Replicas:
@@ -110,16 +118,26 @@ class Replicas:
     micro-batch must reach the same parameters, so that all sum the same ones in the same order.
 
     Args:
-        module: made equal on all ranks by sending rank 0's values; what has no memory yet is read
-            by each from the same file.
+        group: the ranks.
+        module: made equal on all of them by sending the first one's values; what has no memory yet
+            is read by each from the same file.
         parameters: those that are trained.
         gradients_leave: whether gradients leave the device as they come, so that those of every
             micro-batch must be summed at once.
     """
 
     def __init__(
-        self, module: nn.Module, parameters: Iterable[nn.Parameter], *, gradients_leave: bool
+        self,
+        group: dist.ProcessGroup,
+        module: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        *,
+        gradients_leave: bool,
     ) -> None:
+        self.data_rank = group.rank()
+        self.data_ranks = group.size()
+        self.is_first = self.is_first_copy = self.data_rank == 0
+        self._group = group
         self._parameters = list(parameters)
         self._gradients_leave = gradients_leave
         self._reducing = False
@@ -127,31 +145,14 @@ class Replicas:
         self._on_their_way: list[dist.Work] = []
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                if tensor.untyped_storage().size():
-                    dist.broadcast(tensor, 0)
+                if local_part(tensor).untyped_storage().size():
+                    dist.broadcast(local_part(tensor), group=group, group_src=0)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
 
-    @property
-    def data_rank(self) -> int:
-        """See `Ranks.data_rank`."""
-        return dist.get_rank()
-
-    @property
-    def data_ranks(self) -> int:
-        """See `Ranks.data_ranks`."""
-        return dist.get_world_size()
-
-    @property
-    def is_first(self) -> bool:
-        """See `Ranks.is_first`."""
-        return dist.get_rank() == 0
-
-    is_first_copy = is_first
-
     def total(self, values: Sequence[float]) -> list[float]:
         """See `Ranks.total`."""
-        return summed(values, next(iter(self._parameters)).device)
+        return summed(values, self._parameters[0].device, self._group)
 
     def settle(self) -> None:
         """Nothing to do: all that it holds is whole."""
@@ -180,9 +181,11 @@ class Replicas:
         """See `Ranks.discard_gradients`."""
         self._wait()
 
-    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
+    def global_norm(
+        self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
+    ) -> torch.Tensor:
         """The same on all, as they hold the same gradients."""
-        return norm
+        return total_norm(gradients, known)
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         if self._reducing:
@@ -191,7 +194,8 @@ class Replicas:
                 self._wait()
 
     def _reduce(self, parameter: torch.Tensor) -> None:
-        work = dist.all_reduce(parameter.grad, async_op=True)
+        assert parameter.grad is not None
+        work = dist.all_reduce(local_part(parameter.grad), group=self._group, async_op=True)
         assert work is not None
         self._on_their_way.append(work)
         self._reduced.add(parameter)
@@ -203,9 +207,51 @@ class Replicas:
         self._reduced.clear()
 
 
-def summed(values: Sequence[float], device: torch.device) -> list[float]:
-    """The sums over all ranks, in fp64."""
+class TensorGroup:
+    """Ranks that share each layer's matrices, beside ranks that see other sequences.
+
+    Args:
+        data: those that have the same part of each matrix; see `Ranks`.
+        group: those that have the other parts.
+        divided: parameters of which each rank of the group has a part; all have the others.
+    """
+
+    def __init__(
+        self, data: Ranks, group: dist.ProcessGroup, divided: Iterable[nn.Parameter]
+    ) -> None:
+        self.data_rank = data.data_rank
+        self.data_ranks = data.data_ranks
+        self.is_first = data.is_first and dist.get_rank(group) == 0
+        self.is_first_copy = data.is_first_copy
+        self.total = data.total
+        self.settle = data.settle
+        self.begin_backward = data.begin_backward
+        self.finish_gradients = data.finish_gradients
+        self.discard_gradients = data.discard_gradients
+        self._data = data
+        self._group = group
+        self._divided = frozenset(divided)
+
+    def global_norm(
+        self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
+    ) -> torch.Tensor:
+        """Parts are added up over the group, and what all have is counted once."""
+        parts = {p: g for p, g in gradients.items() if p in self._divided}
+        norm = self._data.global_norm(parts, known)
+        device = next(iter(self._divided)).device
+        square = norm.to(device, torch.float64).square()
+        dist.all_reduce(square, group=self._group)
+        wholes = {p: g for p, g in gradients.items() if p not in self._divided}
+        square += self._data.global_norm(wholes, known).to(square).square()
+        return square.sqrt().to(norm.device, norm.dtype)
+
+
+def summed(
+    values: Sequence[float], device: torch.device, *groups: dist.ProcessGroup
+) -> list[float]:
+    """The sums over the ranks of one group after the other, in fp64."""
     numbers = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(numbers)
+    for group in groups:
+        dist.all_reduce(numbers, group=group)
     found: list[float] = numbers.tolist()
     return found

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.mesh import is_shard
 from tightfit.engine.slab import HostSlab, Reserved
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.errors import TrainingError
@@ -210,21 +211,29 @@ class Visitors:
         self.are_here = self._used = False
 
 
-def _show(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """What the parameter reads as, of the part of this rank. FSDP2 gathers a shard from memory that
-    it holds itself, which is that of `fetch`."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = values
-    else:
-        parameter.data = values
-
-
 def _ensure_own_storage(parameter: nn.Parameter, device: torch.device) -> None:
     """Give a parameter memory of its own: it may be loaded elsewhere, be part of something larger,
     or of a file that is mapped.
 
     Its values, which are lost, have been copied. FSDP2's shards have theirs and are held by it.
     """
-    if not isinstance(parameter, DTensor):
-        with ledger.labelled(Kind.PARAMETERS):
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    if is_shard(parameter):
+        return
+    part = local_part(parameter)
+    with ledger.labelled(Kind.PARAMETERS):
+        own = torch.empty(part.shape, dtype=part.dtype, device=device)
+    if isinstance(parameter, DTensor):  # says on which device it is
+        parameter.data = DTensor(own, parameter._spec, requires_grad=False)
+    _show(parameter, own)
+
+
+def _show(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Let a parameter have these values, of a DTensor the part of this rank.
+
+    FSDP2 gathers a shard from memory that it holds itself, which is that of `fetch`. What autograd
+    saves of them has a version of its own, as it has of any parameter's `data`.
+    """
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = values.data
+    else:
+        parameter.data = values

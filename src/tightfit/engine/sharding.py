@@ -23,19 +23,19 @@ backward. An evaluation leaves whole what a forward does, until the next backwar
 All of these are `Kind.COLLECTIVES`, except gradients that wait whole for further micro-batches in
 stage 1. Stage 0 needs none: gradients are summed in their place.
 
-Shards are padded: of ceil(rows / N) rows. Knows nothing of how ranks are started or how weights get
-into shards.
+Shards are padded: of ceil(rows / N) rows. Where there are several replicas of the shards (HSDP), N
+counts the ranks of one replica, and each gradient shard is summed over replicas in its place, which
+takes no memory. What tensor-parallel ranks have divided before is sharded further: P and L are then
+what one of those has. Knows nothing of how ranks are started or how weights get into shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -46,54 +46,50 @@ from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.clipping import Gradients, total_norm
 from tightfit.engine.layers import decoder_layers
-from tightfit.engine.ranks import OneRank, Ranks, Replicas, summed
-from tightfit.errors import ConfigError, UnsupportedError
-from tightfit.policies import Policies, ShardingPolicy, Tier
+from tightfit.engine.mesh import Dimension, Mesh, is_shard
+from tightfit.engine.ranks import OneRank, Ranks, Replicas, TensorGroup, summed
+from tightfit.errors import UnsupportedError
+from tightfit.policies import Policies, Tier
 
 
 def apply_sharding(
-    root: nn.Module, model: PreTrainedModel, policies: Policies, device: torch.device
+    root: nn.Module, model: PreTrainedModel, policies: Policies, mesh: Mesh
 ) -> Ranks:
     """Share the model states of `root` out as the policy says; with one rank there is no one to.
 
     Afterwards its parameters are DTensors that hold this rank's shard (stages 1 to 3).
 
     Args:
-        root: what is called in training: the model, or peft's wrapping of it.
+        root: what is called in training: the model, or peft's wrapping of it. Tensor-parallel
+            ranks have divided it already.
         model: the model of transformers in it, the same on all ranks.
-        device: where it computes.
 
     Raises:
-        ConfigError: this process is not one of as many ranks as the policy says.
-        UnsupportedError: tensor or pipeline parallel, or trained parameters of several types.
+        UnsupportedError: trained parameters of several types.
     """
-    policy = policies.sharding
-    if policy.tensor_parallel > 1 or policy.pipeline_parallel > 1:
-        raise UnsupportedError("the engine shares data-parallel ranks only, so far: set both to 1")
-    if policy.ranks == 1:
+    ranks = _data_ranks(root, model, policies, mesh)
+    if mesh.size(Dimension.TENSOR) == 1:
+        return ranks
+    divided = [p for p in root.parameters() if _is_divided(p)]
+    return TensorGroup(ranks, mesh.group(Dimension.TENSOR), divided)
+
+
+def _data_ranks(root: nn.Module, model: PreTrainedModel, policies: Policies, mesh: Mesh) -> Ranks:
+    if mesh.data_ranks == 1:
         return OneRank()
-    _check_ranks(policy)
-    if policy.zero_stage == 0:
-        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        leave = policies.placement.gradients is not Tier.DEVICE
-        return Replicas(root, trained, gradients_leave=leave)
-    return _shard(model, decoder_layers(model), policies, device)
+    if mesh.size(Dimension.SHARD) > 1:
+        return _shard(model, decoder_layers(model), policies, mesh)
+    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    leave = policies.placement.gradients is not Tier.DEVICE
+    return Replicas(mesh.group(Dimension.REPLICATE), root, trained, gradients_leave=leave)
 
 
-def _check_ranks(policy: ShardingPolicy) -> None:
-    """See that the ranks are there.
-
-    Raises:
-        ConfigError: they are not, or there are others.
-    """
-    here = dist.get_world_size() if dist.is_initialized() else 1
-    if here != policy.ranks:
-        raise ConfigError(
-            f"the plan is for {policy.ranks} ranks, and this is a process group of {here}; start "
-            f"{policy.ranks} processes (torchrun --nproc_per_node {policy.ranks}) that call "
-            "torch.distributed.init_process_group, or plan for as many as there are"
-        )
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Whether each rank of a tensor group has a part of it; the innermost dimension is theirs."""
+    assert isinstance(parameter, DTensor)
+    return not parameter.placements[-1].is_replicate()
 
 
 def _check_types(root: nn.Module) -> None:
@@ -111,16 +107,16 @@ def _check_types(root: nn.Module) -> None:
         )
 
 
-def _shard(
-    root: nn.Module, layers: nn.ModuleList, policies: Policies, device: torch.device
-) -> Shards:
+def _shard(root: nn.Module, layers: nn.ModuleList, policies: Policies, mesh: Mesh) -> Shards:
     _check_types(root)
-    mesh = _mesh(device, policies.sharding)
+    several = mesh.size(Dimension.REPLICATE) > 1
+    dimensions = (Dimension.REPLICATE, Dimension.SHARD) if several else (Dimension.SHARD,)
+    ranks = mesh.part(*dimensions)
     stage = policies.sharding.zero_stage
     with ledger.labelled(Kind.PARAMETERS):
         for layer in layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=stage == 3)
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)  # backward begins with it
+            fully_shard(layer, mesh=ranks, reshard_after_forward=stage == 3)
+        fully_shard(root, mesh=ranks, reshard_after_forward=False)  # backward begins with it
     waits = stage == 1 and policies.batch.accumulation_steps > 1
     books = _Books(Kind.GRADIENTS if waits else Kind.COLLECTIVES)
     modules = (*layers, root)
@@ -131,13 +127,7 @@ def _shard(
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(BookedAllGather())
         module.set_custom_reduce_scatter(_BookedReduceScatter())
-    return Shards(modules, books, waits_for_last=stage == 1)
-
-
-def _mesh(device: torch.device, policy: ShardingPolicy) -> DeviceMesh:
-    """All ranks in a row. The mesh computes with its numbers, so they are real in a dry run too."""
-    with unset_fake_temporarily():
-        return init_device_mesh(device.type, (policy.ranks,))
+    return Shards(modules, books, mesh, waits_for_last=stage == 1)
 
 
 class Shards:
@@ -145,42 +135,33 @@ class Shards:
 
     Args:
         modules: those of FSDP2, the outermost last.
+        mesh: all ranks.
         waits_for_last: gradients of earlier micro-batches stay whole, and are summed over ranks
             with those of the last.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], books: _Books, *, waits_for_last: bool
+        self, modules: Sequence[nn.Module], books: _Books, mesh: Mesh, *, waits_for_last: bool
     ) -> None:
+        self.data_rank = mesh.data_rank
+        self.data_ranks = mesh.data_ranks
+        self.is_first = mesh.data_rank == 0
+        self.is_first_copy = mesh.rank(Dimension.REPLICATE) == 0
+        self._group = mesh.group(Dimension.SHARD)
+        self._groups = [
+            mesh.group(dimension)
+            for dimension in (Dimension.SHARD, Dimension.REPLICATE)
+            if mesh.size(dimension) > 1
+        ]
         self._modules = [module for module in modules if isinstance(module, FSDPModule)]
         self._root = self._modules[-1]
         self._books = books
         self._waits_for_last = waits_for_last
         self._waiting = False
 
-    @property
-    def data_rank(self) -> int:
-        """See `Ranks.data_rank`."""
-        return dist.get_rank()
-
-    @property
-    def data_ranks(self) -> int:
-        """See `Ranks.data_ranks`."""
-        return dist.get_world_size()
-
-    @property
-    def is_first(self) -> bool:
-        """See `Ranks.is_first`."""
-        return dist.get_rank() == 0
-
-    @property
-    def is_first_copy(self) -> bool:
-        """See `Ranks.is_first_copy`: there is one."""
-        return True
-
     def total(self, values: Sequence[float]) -> list[float]:
         """See `Ranks.total`."""
-        return summed(values, next(self._root.parameters()).device)
+        return summed(values, next(self._root.parameters()).device, *self._groups)
 
     def settle(self) -> None:
         """See `Ranks.settle`: what a forward without a backward has left whole is dropped."""
@@ -208,11 +189,14 @@ class Shards:
         self._root.reset_iter_state()
         self._books.forget_gradients()
 
-    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
+    def global_norm(
+        self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
+    ) -> torch.Tensor:
         """The root of the sum of squares, added in fp64 so that the order of ranks is no matter."""
+        norm = total_norm(gradients, known)
         device = next(self._root.parameters()).device
         square = norm.to(device, torch.float64).square()
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self._group)
         return square.sqrt().to(norm.device, norm.dtype)
 
 
@@ -230,7 +214,7 @@ class _Books:
     def unsharded(self, module: nn.Module, inputs: object) -> None:
         """A forward pre-hook, called after FSDP2's own, which has made parameters whole."""
         for parameter in module.parameters():
-            if isinstance(parameter, DTensor):  # of a module inside, not whole yet
+            if is_shard(parameter):  # of a module inside, not whole yet
                 continue
             ledger.mark(parameter, Kind.COLLECTIVES)
             if parameter.requires_grad and parameter not in self._trained:

@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.vocabulary import Vocabulary, part_of
 from tightfit.facts.labels import IGNORED
+from tightfit.ledger import local_part
 
 Deliver = Callable[[nn.Parameter, Iterator[torch.Tensor]], None]
 
@@ -43,15 +45,19 @@ class SlicedLoss:
     Args:
         head: `[vocab, hidden]`.
         slice_rows: rows whose logits live at the same time.
+        vocabulary: which rows of the output layer this rank has; slices are of those.
 
     Attributes:
         prepare: called before backward reads the weight, which may have left the device.
         deliver: takes the weight's gradient in consecutive rows; None hands it to autograd whole.
     """
 
-    def __init__(self, head: nn.Linear, slice_rows: int) -> None:
+    def __init__(
+        self, head: nn.Linear, slice_rows: int, vocabulary: Vocabulary | None = None
+    ) -> None:
         self.head = head
         self.slice_rows = slice_rows
+        self.vocabulary = vocabulary or Vocabulary()
         self.prepare: Callable[[], None] = _nothing
         self.deliver: Deliver | None = None
 
@@ -66,11 +72,23 @@ class SlicedLoss:
             trained_tokens: divisor of the sum; the count of these labels when None.
         """
         targets, divisor = next_token_targets(labels, trained_tokens)
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        flat = self.vocabulary.enter(hidden.reshape(-1, hidden.shape[-1]))
+        head = self.head
+        bias = None if head.bias is None else part_of(head.bias)
         loss: torch.Tensor = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            flat, self.head.weight, self.head.bias, targets, divisor, self
+            flat, part_of(head.weight), bias, targets, divisor, self
         )
         return loss
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What this rank has of the layer's weight now, `[rows, hidden]`."""
+        return local_part(self.head.weight).detach()
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What this rank has of its bias, `[rows]`."""
+        return None if self.head.bias is None else local_part(self.head.bias).detach()
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -112,34 +130,47 @@ def _normalisers(
     total = torch.zeros_like(highest)
     at_target = torch.zeros_like(highest)
     for rows in _slices(layer):
-        logits = _logits(hidden, rows, layer.head)
-        at_target += _at_targets(logits, targets, rows)
+        logits = _logits(hidden, rows, layer)
+        at_target += _at_targets(logits, targets, rows, layer.vocabulary)
         higher = torch.maximum(highest, logits.amax(1))
         total *= (highest - higher).exp_()
         total += logits.sub_(higher.unsqueeze(1)).exp_().sum(1)
         highest = higher
+    return _over_all_parts(highest, total, at_target, layer.vocabulary)
+
+
+def _over_all_parts(
+    highest: torch.Tensor, total: torch.Tensor, at_target: torch.Tensor, vocabulary: Vocabulary
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `_normalisers`, from what each part of the vocabulary gives."""
+    if vocabulary.group is not None:
+        higher = vocabulary.highest(highest.clone())
+        total *= (highest - higher).exp_()
+        highest = higher
+        total, at_target = vocabulary.total(torch.stack([total, at_target]))
     return total.log_().add_(highest), at_target
 
 
 def _slices(layer: SlicedLoss) -> Iterator[slice]:
-    vocabulary = layer.head.weight.shape[0]
-    for first in range(0, vocabulary, layer.slice_rows):
-        yield slice(first, min(first + layer.slice_rows, vocabulary))
+    here = layer.weight.shape[0]
+    for first in range(0, here, layer.slice_rows):
+        yield slice(first, min(first + layer.slice_rows, here))
 
 
-def _logits(hidden: torch.Tensor, rows: slice, head: nn.Linear) -> torch.Tensor:
+def _logits(hidden: torch.Tensor, rows: slice, layer: SlicedLoss) -> torch.Tensor:
     """fp32 `[tokens, rows]`."""
-    bias = None if head.bias is None else head.bias.detach()[rows]
-    logits = nn.functional.linear(hidden, head.weight.detach()[rows], bias).float()
+    bias = None if layer.bias is None else layer.bias[rows]
+    logits = nn.functional.linear(hidden, layer.weight[rows], bias).float()
     ledger.mark(logits, Kind.LOGITS)
     return logits
 
 
-def _at_targets(logits: torch.Tensor, targets: torch.Tensor, rows: slice) -> torch.Tensor:
+def _at_targets(
+    logits: torch.Tensor, targets: torch.Tensor, rows: slice, vocabulary: Vocabulary
+) -> torch.Tensor:
     """The logit of each token whose target is among `rows`, 0 of others."""
-    inside = (targets >= rows.start) & (targets < rows.stop)
-    index = torch.where(inside, targets - rows.start, 0).unsqueeze(1)
-    return torch.where(inside, logits.gather(1, index).squeeze(1), 0.0)
+    inside, index = vocabulary.within(targets, rows)
+    return torch.where(inside, logits.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
 
 
 class _Gradients:
@@ -158,15 +189,14 @@ class _Gradients:
         self._layer: SlicedLoss = ctx.layer
         self._targets: torch.Tensor = ctx.targets
         self._inputs = hidden, normaliser, trained
-        head, wanted = self._layer.head, ctx.needs_input_grad
+        wanted = ctx.needs_input_grad
         with ledger.labelled(Kind.GRADIENTS):
             # fp32, as it adds up over slices.
             self._hidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
-            self._bias = (
-                torch.zeros_like(head.bias) if head.bias is not None and wanted[2] else None
-            )
+            bias = self._layer.bias
+            self._bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
             whole = wanted[1] and self._layer.deliver is None
-            self._weight = torch.empty_like(head.weight) if whole else None
+            self._weight = torch.empty_like(self._layer.weight) if whole else None
         self._delivers = wanted[1] and not whole
 
     def all(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -185,27 +215,29 @@ class _Gradients:
     def _weight_slices(self) -> Iterator[torch.Tensor]:
         """Everything of one slice after the other; gives the weight's rows where they leave."""
         hidden, normaliser, trained = self._inputs
-        head = self._layer.head
-        for rows in _slices(self._layer):
-            logits = _logits(hidden, rows, head).sub_(normaliser.unsqueeze(1)).exp_()
-            _subtract_targets(logits, self._targets, rows)
+        layer = self._layer
+        for rows in _slices(layer):
+            logits = _logits(hidden, rows, layer).sub_(normaliser.unsqueeze(1)).exp_()
+            _subtract_targets(logits, self._targets, rows, layer.vocabulary)
             logits *= trained.unsqueeze(1)
             if self._bias is not None:
                 self._bias[rows] = logits.sum(0)
-            narrow = logits.to(head.weight.dtype)
+            narrow = logits.to(layer.weight.dtype)
             if self._hidden is not None:
-                self._hidden += narrow @ head.weight.detach()[rows]
+                self._hidden += narrow @ layer.weight[rows]
             if self._weight is not None:
                 torch.mm(narrow.T, hidden, out=self._weight[rows])
             elif self._delivers:
                 yield narrow.T @ hidden
 
 
-def _subtract_targets(probabilities: torch.Tensor, targets: torch.Tensor, rows: slice) -> None:
+def _subtract_targets(
+    probabilities: torch.Tensor, targets: torch.Tensor, rows: slice, vocabulary: Vocabulary
+) -> None:
     """Take 1 from the target's probability of each token whose target is among `rows`."""
-    inside = (targets >= rows.start) & (targets < rows.stop)
-    index = torch.where(inside, targets - rows.start, 0).unsqueeze(1)
-    probabilities.scatter_add_(1, index, -inside.unsqueeze(1).to(probabilities.dtype))
+    inside, index = vocabulary.within(targets, rows)
+    here = -inside.unsqueeze(1).to(probabilities.dtype)
+    probabilities.scatter_add_(1, index.unsqueeze(1), here)
 
 
 def _nothing() -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tightfit.engine.disk_parameters import DiskParameters
 from tightfit.engine.pipeline import DiskTier
@@ -268,9 +267,7 @@ class _FetchingAllGather(BookedAllGather):
 
 def _sharding_root(units: Sequence[Unit]) -> Any:
     """FSDP2's outermost module where parameters are shards, else None."""
-    if not any(isinstance(parameter, DTensor) for unit in units for parameter in unit.parameters):
-        return None
-    return next(m for unit in units for m in unit.modules if isinstance(m, FSDPModule))
+    return next((m for unit in units for m in unit.modules if isinstance(m, FSDPModule)), None)
 
 
 def _surrounds(unit: Unit, units: Sequence[Unit]) -> bool:

@@ -1,0 +1,217 @@
+"""Tensor parallelism: ranks that share each layer's matrices (https://arxiv.org/abs/1909.08053).
+
+Each parameter becomes a DTensor on the mesh's tensor dimension, divided as the model's own plan
+says or whole on every rank; `fully_shard` then shards what a rank has further. Forwards compute
+with the local parts (`tensor_styles.py`). A group computes with one batch: hidden states are whole
+between layers, heads and inner widths divided, and the loss is that of all ranks (`vocabulary.py`).
+
+Keys and values of fewer heads than ranks are whole on every rank, which computes its head only.
+Gradients of what is whole are the same on every rank of a group, to the bit, because every sum is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
+
+from tightfit import ledger
+from tightfit.bill.table import Kind
+from tightfit.engine.collectives import enter, own_part, own_range
+from tightfit.engine.mesh import Dimension, Mesh
+from tightfit.engine.tensor_plan import (
+    base_layer,
+    check_sizes,
+    head_size,
+    heads_of,
+    is_adapted,
+    plan_of,
+)
+from tightfit.engine.tensor_styles import (
+    Columns,
+    Cut,
+    EmbeddingRows,
+    Entrance,
+    Experts,
+    PartialGradient,
+    PartOfDropout,
+    RepeatedColumns,
+    Rows,
+    Style,
+    install,
+)
+from tightfit.engine.vocabulary import Vocabulary
+from tightfit.errors import UnsupportedError
+
+
+def apply_tensor_parallel(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> Vocabulary:
+    """Divide `root` among the ranks of the tensor dimension; which logits this one has.
+
+    All ranks have the same model. Random numbers go on as on the group's first rank, so that what
+    is whole is dropped alike.
+
+    Args:
+        root: what is called in training: the model, or peft's wrapping of it.
+        model: the model of transformers in it.
+
+    Raises:
+        UnsupportedError: the model has no plan, or it cannot be divided by so many ranks.
+    """
+    if mesh.size(Dimension.TENSOR) == 1:
+        return Vocabulary()
+    plan = plan_of(model)
+    check_sizes(model, plan, mesh.size(Dimension.TENSOR))
+    group = mesh.group(Dimension.TENSOR)
+    styles = _Styles(model, group).of(plan)
+    for module in root.modules():
+        if module._parameters and module not in styles:
+            styles[module] = Style(group)
+    head = model.get_output_embeddings()
+    first, _ = own_range(base_layer(head).out_features, group.size(), group.rank())
+    _divide(styles, mesh.part(Dimension.TENSOR))
+    for module, style in styles.items():
+        install(module, style)
+    _fewer_heads(model, plan, group.size())
+    _draw_alike(group, next(root.parameters()).device)
+    return Vocabulary(first, group)
+
+
+class _Styles:
+    """Makes the styles of one model's modules."""
+
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+        self._model = model
+        self._group = group
+        self._entrances: dict[str, Entrance] = {}
+
+    def of(self, plan: dict[str, str]) -> dict[nn.Module, Style]:
+        """By module, those that peft has added included."""
+        styles: dict[nn.Module, Style] = {}
+        for name, word in plan.items():
+            module = self._model.get_submodule(name)
+            styles[base_layer(module)] = self._style(name, word)
+            if is_adapted(module):
+                styles |= dict(self._adapters(name, module, word))
+        return styles
+
+    def _style(self, name: str, word: str) -> Style:
+        if word.startswith("colwise"):
+            return self._columns(name, word, self._entrance(name))
+        if word.startswith("rowwise"):
+            return Rows(self._group, splits=word == "rowwise_split_input")
+        others = {
+            "embedding_rowwise": EmbeddingRows,
+            "moe_tp_experts": Experts,
+            "replicated_with_grad_allreduce": PartialGradient,
+        }
+        return others[word](self._group)
+
+    def _columns(self, name: str, word: str, entrance: Any) -> Columns:
+        ranks = self._group.size()
+        if word == "colwise" and name.endswith((".k_proj", ".v_proj")):
+            heads, width = heads_of(self._model, name), head_size(self._model, name)
+            if heads % ranks:
+                own = self._group.rank() * heads // ranks
+                rows = slice(own * width, (own + 1) * width)
+                return RepeatedColumns(self._group, entrance, rows)
+        return Columns(self._group, entrance, gathers=word == "colwise_gather_output")
+
+    def _entrance(self, name: str) -> Entrance:
+        """One for all layers of the same module around them."""
+        around = name.rpartition(".")[0]
+        if around not in self._entrances:
+            self._entrances[around] = Entrance(self._model.get_submodule(around), self._group)
+        return self._entrances[around]
+
+    def _adapters(self, name: str, layer: Any, word: str) -> Iterator[tuple[nn.Module, Style]]:
+        """LoRA's two linear layers: where the base's outputs are divided B is, else A.
+
+        Raises:
+            UnsupportedError: another kind of adapter.
+        """
+        _check_adapter(name, layer)
+        for adapter in layer.lora_A:
+            first, second = layer.lora_A[adapter], layer.lora_B[adapter]
+            if word.startswith("colwise"):
+                yield second, self._columns(name, word, lambda x: enter(x, self._group))
+                continue
+            yield first, self._style(name, word)
+            dropout = layer.lora_dropout[adapter]
+            if isinstance(dropout, nn.Dropout) and word == "rowwise":
+                layer.lora_dropout[adapter] = PartOfDropout(
+                    dropout.p, first.in_features, self._group
+                )
+
+
+def _check_adapter(name: str, layer: Any) -> None:
+    others = [
+        key
+        for key in ("lora_embedding_A", "lora_magnitude_vector", "lora_ga_base")
+        if len(getattr(layer, key, ()))
+    ]
+    if others or not hasattr(layer, "lora_A"):
+        raise UnsupportedError(
+            f"the adapter of {name} is not plain LoRA on a linear layer, and tensor-parallel ranks "
+            "share only that: leave it out of lora_target, or set tensor_parallel_size 1"
+        )
+
+
+def _divide(styles: dict[nn.Module, Style], mesh: DeviceMesh) -> None:
+    """Put this rank's part in the place of each parameter; tied ones stay tied."""
+    divided: dict[nn.Parameter, tuple[nn.Parameter, Cut | None]] = {}
+    for module, style in styles.items():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = style.cut(name, parameter)
+            if parameter not in divided:
+                divided[parameter] = _divided(parameter, cut, mesh), cut
+            replacement, its_cut = divided[parameter]
+            assert its_cut == cut, f"{name} is tied to what is divided otherwise"
+            module._parameters[name] = replacement
+
+
+def _divided(parameter: nn.Parameter, cut: Cut | None, mesh: DeviceMesh) -> nn.Parameter:
+    """A rank's part of one parameter, in memory of its own where it is not all."""
+    whole = parameter.detach()
+    placement: Placement = Replicate()
+    part = whole
+    if cut is not None:
+        placement = Shard(cut.dim)
+        if cut.pieces > 1:
+            placement = _StridedShard(cut.dim, split_factor=cut.pieces)
+        group = mesh.get_group()
+        with ledger.labelled(Kind.PARAMETERS):
+            pieces = [own_part(p, cut.dim, group) for p in whole.chunk(cut.pieces, cut.dim)]
+            part = torch.cat(pieces, cut.dim)
+    shared = DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return nn.Parameter(shared, requires_grad=parameter.requires_grad)
+
+
+def _fewer_heads(model: PreTrainedModel, plan: dict[str, str], ranks: int) -> None:
+    """Tell attention how many of a rank's query heads share its key head, where keys repeat."""
+    for name, word in plan.items():
+        if word == "colwise" and name.endswith(".k_proj") and heads_of(model, name) % ranks:
+            attention: Any = model.get_submodule(name.rpartition(".")[0])
+            queries = heads_of(model, name.removesuffix("k_proj") + "q_proj")
+            attention.num_key_value_groups = queries // ranks
+
+
+def _draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Take the random state of the group's first rank."""
+    with _disable_current_modes():
+        state = torch.get_rng_state().to(device)
+        dist.broadcast(state, group=group, group_src=0)
+        torch.set_rng_state(state.cpu())
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device).to(device)
+            dist.broadcast(state, group=group, group_src=0)
+            torch.cuda.set_rng_state(state.cpu(), device)
