@@ -110,6 +110,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "moe": {"model_type": "qwen3_moe", "head_dim": 8, **EXPERTS},
     "phi3": {"model_type": "phi3", "resid_pdrop": 0.2},  # whole values that are dropped
     "gemma2": {"model_type": "gemma2", "head_dim": 8},  # scaled embedding, capped logits
+    "wide": {"hidden_size": 256, "intermediate_size": 256},  # whole blocks of 4-bit weights
     "smollm2": {
         "hidden_size": 36, "intermediate_size": 96, "num_attention_heads": 9,
         "num_key_value_heads": 3,
@@ -188,6 +189,7 @@ TENSOR = {
         "0 tp2 gemma2 eager untied",
         "0 tp2 lora checkpoint",
         "0 tp2 dropping chunk",
+        "0 tp2 wide qlora checkpoint",
         "0 tp2 bf16 chunk untied",
         "3 tp2 far",
     ],
@@ -195,6 +197,8 @@ TENSOR = {
     4: [
         "0 tp4 accumulate",
         "0 tp4 lora qwen3",
+        "0 tp4 wide qlora",
+        "3 tp2 wide qlora chunk accumulate",
         "0 tp2 accumulate chunk late",
         "1 tp2 accumulate slice",
         "2 tp2 checkpoint inf",

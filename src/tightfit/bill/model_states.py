@@ -22,7 +22,7 @@ from tightfit.bill.placed import Placed, PlacedGroup, placed_groups
 from tightfit.bill.quantised import quantised_shapes
 from tightfit.bill.shards import Group, ModelTensors, Tensor
 from tightfit.bill.table import Kind
-from tightfit.bill.whole import is_sharded, keeps_whole_gradients, keeps_whole_parameters
+from tightfit.bill.whole import keeps_whole_gradients, keeps_whole_parameters
 from tightfit.policies import OptimizerName, Policies, QuantisationPolicy, Tier
 
 StateBytes = Mapping[Tier, Mapping[Kind, int]]
@@ -246,7 +246,7 @@ class _Shapes:
 
     @property
     def _shards(self) -> int:
-        return self.policies.sharding.data_parallel if is_sharded(self.policies) else 1
+        return self.policies.sharding.shards
 
     @property
     def _widths(self) -> Widths:
@@ -261,6 +261,8 @@ class _Shapes:
             width = self._widths.trainable if tensor.trainable else self._widths.frozen
             return width * tensor.sharded(self._shards).elements
         policy = self.policies.quantisation or QuantisationPolicy()
+        if self.policies.sharding.tensor_parallel > 1:
+            policy = replace(policy, double=False)  # parts would cut through groups of scales
         int8 = policy.bits == INT8_BITS
         parts = int8_shapes(tensor.shape) if int8 else quantised_shapes(tensor.shape, policy)
         return sum(Tensor(part).sharded(self._shards).elements for part in parts)

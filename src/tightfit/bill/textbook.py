@@ -132,5 +132,5 @@ def _base_bytes(totals: Totals, policies: Policies) -> float:
 def _share(count: float, from_stage: int, policies: Policies) -> int:
     """One rank's part of what data-parallel ranks share out from a stage on, rounded up."""
     sharding = policies.sharding
-    shards = sharding.data_parallel if sharding.zero_stage >= from_stage else 1
+    shards = sharding.shards if sharding.zero_stage >= from_stage else 1
     return ceil(count / (sharding.tensor_parallel * sharding.pipeline_parallel * shards))

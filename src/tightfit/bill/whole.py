@@ -7,7 +7,7 @@ from tightfit.policies import Policies
 
 def is_sharded(policies: Policies) -> bool:
     """Whether ranks share model states out."""
-    return policies.sharding.zero_stage > 0 and policies.sharding.data_parallel > 1
+    return policies.sharding.shards > 1
 
 
 def keeps_whole_parameters(policies: Policies) -> bool:

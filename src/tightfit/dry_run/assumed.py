@@ -19,12 +19,12 @@ from tightfit.dry_run.config import build_model
 from tightfit.engine.adapter import apply_adapter, import_library
 from tightfit.engine.quantisation import linear_layers
 from tightfit.engine.supported import engine_lacks
+from tightfit.engine.tensor_parallel import divided_dims
 from tightfit.ledger import Section
 from tightfit.policies import (
     OptimizerName,
     Policies,
     QuantisationPolicy,
-    ShardingPolicy,
     Tier,
 )
 
@@ -67,7 +67,12 @@ def nearest(wanted: Policies) -> Nearest:
             batch=batch,
             optimizer=optimizer,
             quantisation=wanted.quantisation and QuantisationPolicy(),
-            sharding=ShardingPolicy(sharding.data_parallel, stage),
+            sharding=replace(
+                sharding,
+                ranks=sharding.data_parallel * sharding.tensor_parallel,
+                zero_stage=stage,
+                pipeline_parallel=1,
+            ),
         ),
         notes,
     )
@@ -86,14 +91,11 @@ def exchange_states(
 
     Args:
         stage: what the dry run has built.
-        whole: all layers, as wide as a tensor-parallel rank has them.
+        whole: all layers.
         card: whether what travels is page-locked on the host.
     """
-    sharding = wanted.sharding
-    ranks = sharding.data_parallel * sharding.pipeline_parallel
-    local = replace(wanted, sharding=replace(sharding, ranks=ranks, tensor_parallel=1))
     before = _states(tensor_state_bytes(stage, run), run, card=card)
-    after = _states(tensor_state_bytes(whole, local), local, card=card)
+    after = _states(tensor_state_bytes(whole, wanted), wanted, card=card)
     peaks = {
         phase: {
             tier: _exchanged(tiers.get(tier, {}), before[tier], after[tier], phase) for tier in Tier
@@ -153,7 +155,11 @@ def _fuller(kinds: dict[Kind, int], begun: int, phase: Phase) -> dict[Kind, int]
 
 
 def tensors_of(config: PretrainedConfig, policies: Policies) -> ModelTensors:
-    """Shapes of all parameters under `policies`, adapters included."""
+    """Shapes of all parameters under `policies`, adapters included.
+
+    Raises:
+        UnsupportedError: tensor-parallel ranks cannot share the model.
+    """
     if policies.adapter is not None:
         import_library()
     with torch.device("meta"):
@@ -161,12 +167,15 @@ def tensors_of(config: PretrainedConfig, policies: Policies) -> ModelTensors:
         linears = linear_layers(model) if policies.quantisation is not None else []
         packed = {getattr(parent, name).weight for parent, name in linears}
         adapted = apply_adapter(model, policies.adapter)
+    ranks = policies.sharding.tensor_parallel
+    dims = divided_dims(adapted, model, ranks) if ranks > 1 else {}
     named = (
         (
             name,
             Tensor(
                 tuple(parameter.shape),
                 trainable=parameter.requires_grad,
+                divided_dim=dims.get(parameter),
                 quantised=parameter in packed,
             ),
         )

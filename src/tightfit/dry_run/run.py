@@ -23,7 +23,7 @@ from tightfit.dry_run.program import evaluate, fill, generate, resume, save, tra
 from tightfit.dry_run.ranks import fake_ranks
 from tightfit.dry_run.result import DryRun, Shape
 from tightfit.dry_run.sections import follow_layers
-from tightfit.dry_run.slices import pipeline_slice, tensor_slice
+from tightfit.dry_run.slices import pipeline_slice
 from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.layers import decoder_layers
@@ -63,8 +63,7 @@ def run(
     """See `dry_run`."""
     chosen = nearest(wanted)
     job = Job(_briefly(chosen.policies), workload, card)
-    whole = tensor_slice(config, wanted.sharding.tensor_parallel)
-    stage = pipeline_slice(whole, wanted.sharding.pipeline_parallel)
+    stage = pipeline_slice(config, wanted.sharding.pipeline_parallel)
     counted = _counted(stage, job, full_depth=full_depth or _divides_layers(job.policies))
     table = table_of_sections(in_flight(counted.sections, wanted))
     if chosen.notes:
@@ -73,7 +72,7 @@ def run(
             job.policies,
             wanted,
             tensors_of(stage, wanted),
-            tensors_of(whole, wanted),
+            tensors_of(config, wanted),
             card=card is not None,
         )
     if card is not None:

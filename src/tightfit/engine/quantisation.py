@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -167,6 +168,27 @@ class QuantisedLinear(nn.Linear):
             self.weight, self._dequantised_scales(), self.policy.block, "nf4", shape, dtype
         )
         return flat.view(self.out_features, self.in_features)
+
+    @torch.no_grad()
+    def keep(self, rows: slice, columns: slice) -> None:
+        """Keep a part of the weight and forget the rest; `columns` begin and end with blocks.
+
+        Scales are fp32 afterwards, which they were made from: what is kept is the same to the bit,
+        and a part would cut through groups of scales.
+        """
+        block = self.policy.block
+        scales = self._dequantised_scales().view(self.out_features, -1)
+        scales = scales[rows, columns.start // block : columns.stop // block]
+        packed = self.weight.view(self.out_features, -1)
+        packed = packed[rows, columns.start // 2 : columns.stop // 2]
+        self.out_features, self.in_features = packed.shape[0], 2 * packed.shape[1]
+        own = torch.contiguous_format
+        self.weight = _frozen(packed.clone(memory_format=own).view(-1))
+        self.scales = _frozen(scales.clone(memory_format=own).view(torch.uint8).view(-1, 4))
+        self.register_parameter("group_scales", None)
+        self.policy = replace(self.policy, double=False)
+        for parameter in self.quantised_parameters():
+            ledger.mark(parameter, Kind.PARAMETERS)
 
     def quantised_parameters(self) -> list[nn.Parameter]:
         """What the weight is kept in: all parameters but the bias."""

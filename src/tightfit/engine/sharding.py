@@ -72,7 +72,7 @@ def apply_sharding(
     ranks = _data_ranks(root, model, policies, mesh)
     if mesh.size(Dimension.TENSOR) == 1:
         return ranks
-    divided = [p for p in root.parameters() if _is_divided(p)]
+    divided = [p for p in root.parameters() if p.requires_grad and _is_divided(p)]
     return TensorGroup(ranks, mesh.group(Dimension.TENSOR), divided)
 
 

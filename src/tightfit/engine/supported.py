@@ -15,8 +15,6 @@ def engine_lacks(policies: Policies) -> Iterator[str]:
         yield f"optim {policies.optimizer.name}"
     if policies.quantisation is not None and policies.quantisation.bits != 4:
         yield f"quantization_bit {policies.quantisation.bits}"
-    if sharding.tensor_parallel > 1 and policies.quantisation is not None:
-        yield f"quantization_bit with tensor_parallel_size {sharding.tensor_parallel}"
     if sharding.pipeline_parallel > 1:
         yield f"pipeline_parallel_size {sharding.pipeline_parallel}"
 

@@ -27,6 +27,7 @@ from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.collectives import enter, own_part, own_range
 from tightfit.engine.mesh import Dimension, Mesh
+from tightfit.engine.quantisation import QuantisedLinear
 from tightfit.engine.tensor_plan import (
     base_layer,
     check_sizes,
@@ -67,21 +68,49 @@ def apply_tensor_parallel(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -
     """
     if mesh.size(Dimension.TENSOR) == 1:
         return Vocabulary()
-    plan = plan_of(model)
-    check_sizes(model, plan, mesh.size(Dimension.TENSOR))
     group = mesh.group(Dimension.TENSOR)
-    styles = _Styles(model, group).of(plan)
-    for module in root.modules():
-        if module._parameters and module not in styles:
-            styles[module] = Style(group)
-    head = model.get_output_embeddings()
-    first, _ = own_range(base_layer(head).out_features, group.size(), group.rank())
+    plan = plan_of(model)
+    check_sizes(model, plan, group.size())
+    styles = _styles(root, model, plan, group)
+    for module, style in styles.items():
+        style.prepare(module)
+    head = base_layer(model.get_output_embeddings())
+    first, _ = own_range(head.out_features, group.size(), group.rank())
     _divide(styles, mesh.part(Dimension.TENSOR))
     for module, style in styles.items():
         install(module, style)
     _fewer_heads(model, plan, group.size())
     _draw_alike(group, next(root.parameters()).device)
     return Vocabulary(first, group)
+
+
+def divided_dims(root: nn.Module, model: PreTrainedModel, ranks: int) -> dict[nn.Parameter, int]:
+    """Along which dimension so many ranks divide each parameter; others are whole on every rank.
+
+    The model, which may be on the meta device, is for nothing else afterwards.
+
+    Raises:
+        UnsupportedError: as of `apply_tensor_parallel`.
+    """
+    plan = plan_of(model)
+    check_sizes(model, plan, ranks)
+    nobody = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]  # has a size and no way to talk
+    dims = {}
+    for module, style in _styles(root, model, plan, nobody).items():
+        for name, parameter in module.named_parameters(recurse=False):
+            cut = style.cut(name, parameter)
+            if cut is not None:
+                dims[parameter] = cut.dim
+    return dims
+
+
+def _styles(
+    root: nn.Module, model: PreTrainedModel, plan: dict[str, str], group: dist.ProcessGroup
+) -> dict[nn.Module, Style]:
+    """That of every module that has parameters of its own."""
+    styles = _Styles(model, group).of(plan)
+    others = [m for m in root.modules() if m._parameters and m not in styles]
+    return styles | {module: Style(group) for module in others}
 
 
 class _Styles:
@@ -168,13 +197,32 @@ def _divide(styles: dict[nn.Module, Style], mesh: DeviceMesh) -> None:
     """Put this rank's part in the place of each parameter; tied ones stay tied."""
     divided: dict[nn.Parameter, tuple[nn.Parameter, Cut | None]] = {}
     for module, style in styles.items():
+        packed: set[nn.Parameter] = set()
+        if isinstance(module, QuantisedLinear):
+            _keep_part(module, style)
+            packed.update(module.quantised_parameters())
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter in packed:
+                continue
             cut = style.cut(name, parameter)
             if parameter not in divided:
                 divided[parameter] = _divided(parameter, cut, mesh), cut
             replacement, its_cut = divided[parameter]
             assert its_cut == cut, f"{name} is tied to what is divided otherwise"
             module._parameters[name] = replacement
+
+
+def _keep_part(layer: QuantisedLinear, style: Style) -> None:
+    """Leave a rank its part of a frozen 4-bit weight, in plain tensors: nobody saves or sums it."""
+    sizes = layer.out_features, layer.in_features
+    parts = [slice(0, size) for size in sizes]
+    cut = style.cut("weight", layer.weight)
+    if isinstance(style, RepeatedColumns):
+        parts[0] = style.rows
+    elif cut is not None:
+        first, size = own_range(sizes[cut.dim], style.group.size(), style.group.rank())
+        parts[cut.dim] = slice(first, first + size)
+    layer.keep(*parts)
 
 
 def _divided(parameter: nn.Parameter, cut: Cut | None, mesh: DeviceMesh) -> nn.Parameter:

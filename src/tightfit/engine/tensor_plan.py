@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from tightfit.engine.quantisation import is_quantised
+from tightfit.engine.quantisation import QuantisedLinear
 from tightfit.errors import UnsupportedError
 
 _LINEAR = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
@@ -89,13 +89,9 @@ def check_sizes(model: PreTrainedModel, plan: dict[str, str], ranks: int) -> Non
     """See that `ranks` can share the model.
 
     Raises:
-        UnsupportedError: heads or experts cannot be divided, naming numbers of ranks that can.
+        UnsupportedError: heads, experts or blocks of 4-bit weights cannot be divided, naming
+            numbers of ranks that can.
     """
-    if is_quantised(model):
-        raise UnsupportedError(
-            "a 4-bit base cannot be shared by tensor-parallel ranks, whose parts would cut through "
-            "its blocks of scales: set tensor_parallel_size 1 and use zero_stage 3"
-        )
     fitting = [n for n in range(1, 65) if not any(_reasons(model, plan, n))]
     reason = next(_reasons(model, plan, ranks), None)
     if reason is not None:
@@ -117,6 +113,13 @@ def _reasons(model: PreTrainedModel, plan: dict[str, str], ranks: int) -> Iterat
             if heads % ranks and (name.endswith(".q_proj") or ranks % heads or queries % ranks):
                 kind = "query" if name.endswith(".q_proj") else "key and value"
                 yield f"it does not divide the model's {heads} {kind} heads"
+        layer = base_layer(module)
+        if isinstance(layer, QuantisedLinear):
+            rows, columns = layer.out_features, layer.in_features
+            inputs = ranks if style.startswith("rowwise") else 1
+            if rows % (ranks // inputs) or columns % (inputs * layer.policy.block):
+                block = f"a block of {layer.policy.block} weights"
+                yield f"it would cut {name}, {rows} x {columns}, through {block}"
 
 
 def heads_of(model: PreTrainedModel, name: str) -> int:

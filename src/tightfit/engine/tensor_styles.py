@@ -47,7 +47,7 @@ class Style:
         return None
 
     def prepare(self, module: nn.Module) -> None:
-        """Change what the module keeps beside parameters, once."""
+        """Change what the module keeps beside parameters, once and before they are divided."""
 
     def see(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
         """What forward sees of a parameter of which this rank has `part`."""
@@ -110,10 +110,16 @@ class Columns(Style):
         super().__init__(group)
         self._entrance = entrance
         self._gathers = gathers
+        self._width = 0
 
     def cut(self, name: str, parameter: torch.Tensor) -> Cut | None:
         """See `Style`."""
         return Cut(0)
+
+    def prepare(self, module: nn.Module) -> None:
+        """See `Style`."""
+        assert isinstance(module, nn.Linear)
+        self._width = module.out_features
 
     def before(self, module: nn.Module, arguments: Arguments) -> Arguments:
         """See `Style`."""
@@ -124,8 +130,7 @@ class Columns(Style):
         """See `Style`."""
         if not self._gathers:
             return output
-        assert isinstance(module, nn.Linear)
-        return gathered(output, module.out_features, self.group)
+        return gathered(output, self._width, self.group)
 
 
 class RepeatedColumns(Columns):
@@ -133,6 +138,8 @@ class RepeatedColumns(Columns):
 
     Args:
         rows: of the weight, those of this rank's head.
+
+    A frozen weight of 4 bits is not whole: each rank has its rows alone.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class RepeatedColumns(Columns):
         rows: slice,
     ) -> None:
         super().__init__(group, entrance)
-        self._rows = rows
+        self.rows = rows
 
     def cut(self, name: str, parameter: torch.Tensor) -> Cut | None:
         """See `Style`."""
@@ -150,7 +157,7 @@ class RepeatedColumns(Columns):
 
     def see(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
         """See `Style`."""
-        return enter(part, self.group)[self._rows]
+        return enter(part, self.group)[self.rows] if part.is_floating_point() else part
 
 
 class Rows(Style):
@@ -267,8 +274,7 @@ class PartOfDropout(nn.Module):
 
 
 def install(module: nn.Module, style: Style) -> None:
-    """Run every forward of `module` as `style` says; its parameters are DTensors by then."""
-    style.prepare(module)
+    """Run every forward of `module` as `style` says; its parameters are divided by then."""
     plain = module.forward
 
     def forward(*given: Any, **named: Any) -> Any:
