@@ -14,7 +14,6 @@ from tightfit.bill.model_states import tensor_state_bytes
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.dry_run.assumed import in_flight, nearest, tensors_of
-from tightfit.dry_run.slices import tensor_slice
 from tightfit.facts.workload import Workload
 from tightfit.policies import (
     AdapterPolicy,
@@ -52,6 +51,7 @@ def step(table: MemoryTable, tier: Tier = Tier.DEVICE) -> Mapping[Kind, int]:
         Policies(placement=PlacementPolicy(Tier.HOST, Tier.HOST)),
         Policies(placement=PlacementPolicy(Tier.HOST, Tier.HOST, Tier.NVME)),
         Policies(sharding=ShardingPolicy(4, 3)),
+        Policies(sharding=ShardingPolicy(8, 3, 2, replicas=2)),
         Policies(precision=PrecisionPolicy("bf16")),
     ],
 )
@@ -136,7 +136,8 @@ PLACEMENTS = [
 ]
 SHARDINGS = [
     ShardingPolicy(), ShardingPolicy(4, 3), ShardingPolicy(4, 1, tensor_parallel=2),
-    ShardingPolicy(4, 3, pipeline_parallel=2),
+    ShardingPolicy(4, 3, pipeline_parallel=2), ShardingPolicy(8, 2, 2, 2),
+    ShardingPolicy(4, 3, replicas=2),
 ]  # fmt: skip
 
 
@@ -160,10 +161,7 @@ def test_states_are_those_of_the_closed_form_whatever_is_combined(
         sharding=sharding,
     )
     table = dry_run(CONFIG, policies, WORKLOAD, card=card).table
-    part = tensor_slice(CONFIG, sharding.tensor_parallel)
-    ranks = sharding.data_parallel * sharding.pipeline_parallel
-    local = replace(policies, sharding=replace(sharding, ranks=ranks, tensor_parallel=1))
-    closed = tensor_state_bytes(tensors_of(part, policies), local)
+    closed = tensor_state_bytes(tensors_of(CONFIG, policies), policies)
     streams = placement.parameters is not Tier.DEVICE
     for kind in (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES):
         for tiers in ((Tier.DEVICE,), (Tier.HOST, Tier.PINNED), (Tier.NVME,)):

@@ -91,7 +91,8 @@ def _variants(policies: Policies, cards: int) -> Iterator[tuple[str, Policies]]:
     everything = replace(optimizer, parameters=Tier.HOST)
     for stage in range(4):
         name = f"ZeRO-{stage}" if stage else "DDP"
-        sharding = replace(policies.sharding, ranks=cards, zero_stage=stage)
+        replicas = policies.sharding.replicas if stage else 1
+        sharding = replace(policies.sharding, ranks=cards, zero_stage=stage, replicas=replicas)
         sharded = replace(policies, sharding=sharding, placement=resident)
         yield name, sharded
         yield f"{name}, optimizer on host", replace(sharded, placement=optimizer)

@@ -88,7 +88,8 @@ class _Gather(torch.autograd.Function):
             ranks, rows = group.size(), padded.shape[0]
             parts = padded.new_empty((ranks * rows, *padded.shape[1:]))
             dist.all_gather_single(parts, padded, group=group)
-        return torch.cat(parts.split(rows), dim=-1)[..., :size].contiguous()
+        whole = torch.cat(parts.split(rows), dim=-1)
+        return whole if whole.shape[-1] == size else whole[..., :size].contiguous()
 
     @staticmethod
     @once_differentiable

@@ -232,6 +232,11 @@ class Job(BaseModel):
         description="What data-parallel ranks share out: 0 nothing, 1 optimizer states, "
         "2 gradients too, 3 parameters too.",
     )
+    data_parallel_replicas: Cards = Field(
+        1,
+        description="Whole copies of what `zero_stage` shares out (HSDP): one for each machine "
+        "keeps all but the gradients' last sum inside. `zero_stage: auto` is 3 with several.",
+    )
     tensor_parallel_size: Cards = Field(1, description="Ranks that share each layer's matrices.")
     pipeline_parallel_size: Cards = Field(1, description="Stages, each with its own layers.")
     allow: list[Literal["lora"]] = Field(
@@ -290,6 +295,11 @@ class Job(BaseModel):
                 f"num_gpus {self.num_gpus} is not a multiple of tensor_parallel_size "
                 f"{self.tensor_parallel_size} x pipeline_parallel_size "
                 f"{self.pipeline_parallel_size}"
+            )
+        if self.data_parallel_ranks % self.data_parallel_replicas:
+            raise ValueError(
+                f"data_parallel_replicas {self.data_parallel_replicas} does not divide the "
+                f"{self.data_parallel_ranks} data-parallel ranks"
             )
         return self
 

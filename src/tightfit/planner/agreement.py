@@ -43,6 +43,7 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
         "attention": policies.attention == fixed.attention,
         "num_gpus": policies.sharding.ranks == fixed.sharding.ranks,
         "zero_stage": policies.sharding == fixed.sharding or job.zero_stage == "auto",
+        "data_parallel_replicas": policies.sharding.replicas == fixed.sharding.replicas,
         "quantization_bit": policies.quantisation == fixed.quantisation,
         "finetuning_type": fixed.adapter is None or policies.adapter is not None,
         "missing allow: [lora]": policies.adapter is None

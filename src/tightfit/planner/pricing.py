@@ -54,13 +54,18 @@ def whole_bill(run: DryRun, policies: Policies, card: Capability | None) -> Memo
 
 def _whole(table: MemoryTable, policies: Policies, card: Capability | None) -> MemoryTable:
     sharding = policies.sharding
-    sizes = (sharding.data_parallel, sharding.tensor_parallel, sharding.pipeline_parallel)
+    sizes = (
+        sharding.data_parallel // sharding.shards,
+        sharding.shards,
+        sharding.tensor_parallel,
+        sharding.pipeline_parallel,
+    )
     runtime = runtime_bytes(
         card,
         ranks=sharding.ranks,
         communicators=sum(size > 1 for size in sizes),
         link=likely_link(card),
-        all_reduces=sharding.zero_stage == 0 or sharding.tensor_parallel > 1,
+        all_reduces=sharding.data_parallel > sharding.shards or sharding.tensor_parallel > 1,
     )
     if runtime.total_bytes:
         table = table.plus(Tier.DEVICE, Kind.RUNTIME, runtime.total_bytes)

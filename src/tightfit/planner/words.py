@@ -43,6 +43,8 @@ def techniques(policies: Policies) -> dict[str, str]:
             "tensor_parallel_size": str(sharding.tensor_parallel),
             "pipeline_parallel_size": str(sharding.pipeline_parallel),
         }
+        if sharding.replicas > 1:
+            chosen["data_parallel_replicas"] = str(sharding.replicas)
     return chosen
 
 
@@ -92,6 +94,8 @@ def _describe_sharding(policies: Policies) -> Iterator[str]:
     yield f"{sharding.ranks} ranks"
     if sharding.data_parallel > 1:
         yield f"ZeRO-{sharding.zero_stage}" if sharding.zero_stage else "data parallel"
+    if sharding.replicas > 1:
+        yield f"{sharding.replicas} replicas"
     if sharding.tensor_parallel > 1:
         yield f"tensor parallel {sharding.tensor_parallel}"
     if sharding.pipeline_parallel > 1:
