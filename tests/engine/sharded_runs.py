@@ -1,6 +1,6 @@
 """A program: the same training on several ranks, on one, and on fake ones, for other tests.
 
-    python sharded_runs.py FOLDER SET
+    python sharded_runs.py FOLDER SET [STEPS]
 
 Starts one process per rank on gloo for each number of ranks in the set, which run all its cases one
 after the other, and meanwhile runs the same alone and on fake tensors. For each run FOLDER gets
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
@@ -179,36 +179,41 @@ TENSOR = {
     2: [
         "0 tp2",
         "0 tp2 accumulate checkpoint chunk untied",
-        "0 tp2 slice host",
         "0 tp2 away slice accumulate inf",
         "0 tp2 qwen2",
         "0 tp2 qwen3 chunk fail",
-        "0 tp2 moe",
-        "0 tp2 moe chunk checkpoint accumulate",
+        "0 tp2 moe checkpoint",
         "0 tp2 phi3",
-        "0 tp2 gemma2 eager untied",
-        "0 tp2 lora checkpoint",
         "0 tp2 dropping chunk",
-        "0 tp2 wide qlora checkpoint",
         "0 tp2 bf16 chunk untied",
-        "3 tp2 far",
     ],
-    3: ["0 tp3 smollm2", "0 tp3 smollm2 lora chunk"],
+    3: ["0 tp3 smollm2 slice host", "0 tp3 smollm2 lora chunk"],
     4: [
         "0 tp4 accumulate",
-        "0 tp4 lora qwen3",
         "0 tp4 wide qlora",
-        "3 tp2 wide qlora chunk accumulate",
         "0 tp2 accumulate chunk late",
         "1 tp2 accumulate slice",
         "2 tp2 checkpoint inf",
-        "3 tp2 accumulate untied",
+        "3 tp2 moe accumulate untied",
         "3 tp2 qwen2 host chunk discard",
-        "3 tp2 moe checkpoint",
         "3 tp2 lora away",
     ],
 }
-SETS = {"sharding": SHARDING, "tensor": TENSOR}
+# Every model in every way of sharing it, for the long proof.
+EVERY_MODEL = ["", "qwen2", "qwen3 chunk", "moe", "phi3 checkpoint", "gemma2 eager", "moe lora"]
+TWO_BY_TWO = ["0 tp2", "1 tp2 accumulate", "2 tp2", "3 tp2", "3 hsdp2"]
+GRID = {
+    2: [f"0 tp2 {model}" for model in [*EVERY_MODEL, "wide qlora", "lora far"]],
+    3: [f"0 tp3 smollm2 {words}" for words in ("", "chunk", "slice accumulate", "lora")],
+    4: [
+        *(f"{sharing} {model}" for sharing in TWO_BY_TWO for model in EVERY_MODEL),
+        *(f"0 tp4 {words}" for words in ("", "qwen2 slice", "qwen3 chunk", "lora", "wide qlora")),
+        "3 tp2 wide qlora chunk accumulate",
+        "3 tp2 far checkpoint untied",
+    ],
+    8: ["3 tp2 hsdp2", "1 tp2 hsdp2 accumulate chunk", "3 tp4 qwen3 chunk"],
+}
+SETS = {"sharding": SHARDING, "tensor": TENSOR, "grid": GRID}
 
 
 def main(folder: Path, chosen: str) -> None:
@@ -341,11 +346,14 @@ def policies_of(case: str, ranks: int) -> Policies:
 def make_model(policies: Policies, words: list[str]) -> PreTrainedModel:
     torch.manual_seed(0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[policies.precision.parameters]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(words), dtype=dtype)
+    return model
+
+
+def config_of(words: list[str]) -> PretrainedConfig:
     changes = next((FAMILIES[word] for word in words if word in FAMILIES), {})
     fields = {"model_type": "llama", **SIZES, "tie_word_embeddings": "untied" not in words}
-    config = load_config({**fields, **changes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model
+    return load_config({**fields, **changes})
 
 
 def without_values(model: PreTrainedModel) -> tuple[PreTrainedModel, Fill]:
@@ -444,7 +452,7 @@ def read_what_is_away(engine: Engine) -> None:
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """Copies of the parameters, shards put together again."""
+    """Copies of the parameters, shards put together again; of 4-bit ones a rank's part."""
     parameters = {}
     state = engine.model.state_dict()
     for name, _ in engine.model.named_parameters():
@@ -456,4 +464,6 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        STEPS = int(sys.argv[3])
     main(Path(sys.argv[1]), sys.argv[2])
