@@ -67,6 +67,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 BESIDE = {
     "quantization_bit": ("--finetuning_type", "lora"),
     "tensor_parallel_size": ("--num_gpus", "3"),
+    "node_rank": ("--nnodes", "99"),
     "pipeline_parallel_size": ("--num_gpus", "3"),
     "data_parallel_replicas": ("--num_gpus", "3"),
 }
@@ -208,6 +209,15 @@ def test_tables_of_names_agree() -> None:
         ({"num_gpus": 0}, "0 is not accepted; it must be a whole number from 1 to"),
         ({"num_gpus": 6, "tensor_parallel_size": 4}, "num_gpus 6 is not a multiple of"),
         ({"num_gpus": 4, "data_parallel_replicas": 3}, "3 does not divide the 4 data-parallel"),
+        (
+            {"num_gpus": 3, "nnodes": 2, "tensor_parallel_size": 4},
+            "num_gpus 3 x nnodes 2 is not a multiple of",
+        ),
+        (
+            {"nnodes": 2, "node_rank": 2},
+            "node_rank 2: machines are counted from 0, and nnodes is 2",
+        ),
+        ({"nnodes": 2, "train_batch_size": 3}, "not a multiple of the 2 data-parallel ranks"),
         ({"num_gpus": 2, "train_batch_size": 3}, "not a multiple of the 2 data-parallel ranks"),
         (
             {"num_gpus": 2, "train_batch_size": 8, "per_device_train_batch_size": 3},

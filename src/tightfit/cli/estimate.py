@@ -120,7 +120,7 @@ def _textbook(found: Estimate) -> str:
 
 def _machine_line(found: Estimate) -> str:
     """What the ranks of a machine take together; nothing to say of one."""
-    ranks = found.policies.sharding.ranks
+    ranks = found.limits.ranks
     taken = {tier: count for tier, count in found.machine_bytes().items() if count}
     if ranks == 1 or not taken:
         return ""

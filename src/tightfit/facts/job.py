@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from tightfit.facts.placement_keys import contradictions
+from tightfit.facts.rank_keys import rank_contradictions
 from tightfit.units import KIB, parse_bytes
 
 Auto = Literal["auto"]
@@ -224,8 +225,8 @@ class Job(BaseModel):
     )
     num_gpus: Cards = Field(
         1,
-        description="Cards used, one rank each. An estimate that names it is for cards, wherever "
-        "it is made; else it is for this machine.",
+        description="Cards used of each machine, one rank each; on a CPU, processes. An estimate "
+        "that names it is for cards, wherever it is made; else it is for this machine.",
     )
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_bits)] = Field(
         "auto",
@@ -243,6 +244,26 @@ class Job(BaseModel):
         default_factory=list, description="What the planner may change although it alters numbers."
     )
     plan: str | None = Field(None, description="Use this plan.yaml instead of planning.")
+
+    # Launch
+    nnodes: Cards = Field(1, description="Machines, each with `num_gpus` ranks.")
+    node_rank: NonNegativeInt = Field(
+        0, description="Number of this machine; 0 is the one that the others find and that prints."
+    )
+    master_addr: str | None = Field(
+        None, description="Name or address of machine 0, for several machines."
+    )
+    master_port: Annotated[int, Field(ge=1, le=2**16 - 1)] | None = Field(
+        None, description="Port of machine 0; 29500 when not given, a free one on one machine."
+    )
+    max_restarts: NonNegativeInt = Field(
+        0,
+        description="How often all ranks start again, from the last checkpoint, after one has died "
+        "or a machine was lost; mistakes of the job are not tried again.",
+    )
+    ddp_timeout: Annotated[int, Field(ge=1, le=2**31)] = Field(
+        1800, description="Seconds that a rank waits for the others before it gives up."
+    )
 
     # Output
     output_dir: str | None = Field(None, description="Folder of checkpoints, logs and report.")
@@ -288,19 +309,10 @@ class Job(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _cards_can_be_shared_out(self) -> Job:
-        width = self.tensor_parallel_size * self.pipeline_parallel_size
-        if self.num_gpus % width:
-            raise ValueError(
-                f"num_gpus {self.num_gpus} is not a multiple of tensor_parallel_size "
-                f"{self.tensor_parallel_size} x pipeline_parallel_size "
-                f"{self.pipeline_parallel_size}"
-            )
-        if self.data_parallel_ranks % self.data_parallel_replicas:
-            raise ValueError(
-                f"data_parallel_replicas {self.data_parallel_replicas} does not divide the "
-                f"{self.data_parallel_ranks} data-parallel ranks"
-            )
+    def _ranks_agree(self) -> Job:
+        found = next(rank_contradictions(vars(self)), None)
+        if found is not None:
+            raise ValueError(found)
         return self
 
     @model_validator(mode="after")
@@ -360,9 +372,14 @@ class Job(BaseModel):
         )
 
     @property
+    def ranks(self) -> int:
+        """Processes that train together, on all machines."""
+        return self.nnodes * self.num_gpus
+
+    @property
     def data_parallel_ranks(self) -> int:
         """Ranks that see different sequences."""
-        return self.num_gpus // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        return self.ranks // (self.tensor_parallel_size * self.pipeline_parallel_size)
 
 
 def _times(ranks: int) -> str:

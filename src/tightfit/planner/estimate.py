@@ -94,7 +94,7 @@ class Estimate:
 
     def machine_bytes(self) -> dict[Tier, int]:
         """What all ranks of the machine take together of each tier that they share."""
-        ranks = self.policies.sharding.ranks
+        ranks = self.limits.ranks
         shared = (Tier.HOST, Tier.PINNED, Tier.NVME)
         return {tier: ranks * self.bill.peak_bytes(tier) for tier in shared}
 

@@ -233,7 +233,7 @@ def _sharding(job: Job) -> ShardingPolicy:
     replicas = job.data_parallel_replicas
     stage = 3 if replicas > 1 else 0  # replicas are of what is shared out
     return ShardingPolicy(
-        job.num_gpus,
+        job.ranks,
         stage if job.zero_stage == "auto" else job.zero_stage,
         job.tensor_parallel_size,
         job.pipeline_parallel_size,
