@@ -29,6 +29,7 @@ ORDER = (
     "monitor",
     "training",
     "report",
+    "launch",
     "interop",
     "api",
     "tightfit",

@@ -57,3 +57,15 @@ class Interrupted(TightfitError):
     """The user stopped the run; the message says what the last checkpoint is."""
 
     exit_code = 130
+
+
+class RankError(TightfitError):
+    """A rank failed, was killed or did not answer; the message names it.
+
+    Attributes:
+        exit_code: of the rank, where it ended by itself.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,106 @@
+"""The process group of a rank, from joining to leaving.
+
+Ranks first meet at a store, where they compare what they are (`agreement.py`), so that what would
+hang or crash in the libraries is a message. Does not know what ranks do together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from tightfit.errors import RankError
+from tightfit.launch.agreement import Facts, check_agreement
+from tightfit.launch.environment import RankPlace
+
+Value = TypeVar("Value")
+
+
+@contextmanager
+def process_group(
+    place: RankPlace, device_kind: str, timeout_seconds: float, facts: Facts
+) -> Iterator[None]:
+    """Inside, this process is a rank of a process group, NCCL's on cards and gloo's on CPUs.
+
+    The card of this rank is torch's current device. On an error the group is left without waiting
+    for the others, which may be gone.
+
+    Args:
+        device_kind: `cuda` or `cpu`.
+        timeout_seconds: how long a rank waits for the others, here and in each collective.
+        facts: what must be the same on all ranks.
+
+    Raises:
+        RankError: the others did not come in time.
+        ConfigError: they are not the same.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    store = _meet(place, timeout)
+    check_agreement(store, place.rank, place.world_size, facts, timeout)
+    device = None
+    if device_kind == "cuda":
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device is None else "nccl",
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        device_id=device,
+    )
+    try:
+        yield
+    except BaseException:
+        # NCCL finishes what it has begun before it lets go, and the others may be gone; the end of
+        # the process lets go without waiting.
+        if device is None and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _meet(place: RankPlace, timeout: timedelta) -> Store:
+    """The store of this attempt.
+
+    Raises:
+        RankError: nobody keeps it, or it cannot be reached.
+    """
+    keeps_it = place.rank == 0 and not place.joins_store
+    address = f"{place.master_address}:{place.master_port}"
+    try:
+        store = TCPStore(
+            place.master_address,
+            place.master_port,
+            is_master=keeps_it,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except dist.DistNetworkError as error:
+        said = "is taken" if keeps_it else "cannot be reached"
+        raise RankError(
+            f"rank {place.rank}: {address}, where ranks meet, {said} ({_first_line(error)}); "
+            "see to master_addr and master_port"
+        ) from None
+    return PrefixStore(f"attempt{place.attempt}", store)
+
+
+def from_first(value: Value | None) -> Value:
+    """What rank 0 has, on every rank; the others give None.
+
+    It travels pickled, between processes of one job that have just compared their versions.
+    """
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    assert holder[0] is not None
+    return holder[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

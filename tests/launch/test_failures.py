@@ -1,0 +1,72 @@
+"""Which of several failures is the cause, and how an exception becomes one."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from tightfit.errors import ConfigError, DoesNotFitError, Interrupted, TrainingError
+from tightfit.launch.failures import Cause, Failure, failure_of, first_cause
+
+
+def failure(rank: int, cause: Cause, seconds: float) -> Failure:
+    return Failure(rank, "here", 1, "said", 1, cause, seconds)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "code", "message"),
+    [
+        (ConfigError("wrong"), Cause.SAID, 2, "wrong"),
+        (DoesNotFitError("too much", 7), Cause.SAID, 3, "too much"),
+        (TrainingError("no number"), Cause.SAID, 1, "no number"),
+        (Interrupted("saved"), Cause.SAVED, 130, "saved"),
+        (KeyboardInterrupt(), Cause.STOPPED, 130, "interrupted"),
+        (dist.DistBackendError("NCCL error"), Cause.LOST_TOUCH, 1, "NCCL error"),
+        (RuntimeError("[pair.cc:1] Connection closed by peer"), Cause.LOST_TOUCH, 1, "[pair.cc"),
+        (RuntimeError("shapes differ"), Cause.FAULT, 1, "RuntimeError: shapes differ\nthe trace"),
+        (ValueError("Connection closed by peer"), Cause.FAULT, 1, "ValueError: Conn"),
+    ],
+)
+def test_an_exception_as_a_failure(
+    error: BaseException, cause: Cause, code: int, message: str
+) -> None:
+    found = failure_of(error, 3, "the trace\n")
+    assert (found.cause, found.exit_code, found.rank) == (cause, code, 3)
+    assert (found.host, found.process) == (socket.gethostname(), os.getpid())
+    assert found.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([failure(0, Cause.FAULT, 2.0), failure(1, Cause.SAID, 1.0)], 1),
+        ([failure(0, Cause.LOST_TOUCH, 1.0), failure(1, Cause.DIED, 1.5)], 1),
+        ([failure(0, Cause.LOST_TOUCH, 2.0), failure(1, Cause.LOST_TOUCH, 1.0)], 1),
+        ([failure(0, Cause.LOST_TOUCH, 1.0), failure(2, Cause.MACHINE, 11.0)], 2),
+        ([failure(1, Cause.SAID, 1.0), failure(0, Cause.SAID, 1.0)], 0),
+    ],
+)
+def test_the_cause_is_the_first_that_is_no_consequence(failures: list[Failure], rank: int) -> None:
+    assert first_cause(failures).rank == rank
+
+
+def test_it_is_read_back_as_it_was() -> None:
+    written = failure(3, Cause.FAULT, 12.5)
+    assert Failure.from_json(written.to_json()) == written
+
+
+def test_torchrun_reads_it_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("errors") / "error.json"
+    path.write_text(failure(3, Cause.SAID, 12.5).to_json())
+    found = ProcessFailure(0, 1, 2, str(path))
+    assert (found.message, found.timestamp) == ("said", 12)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_the_rank_is_named_where_it_matters(cause: Cause) -> None:
+    named = str(failure(3, cause, 0.0)).startswith("rank 3 (here, process 1): ")
+    assert named == (cause not in (Cause.SAVED, Cause.STOPPED, Cause.MACHINE))
