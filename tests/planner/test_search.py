@@ -253,7 +253,7 @@ def test_a_default_that_is_written_changes_nothing(plan: Planner) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"num_gpus": 2}, "num_gpus: 2 is not available in planning"),
+        ({"num_gpus": 2, "tensor_parallel_size": 2}, "tensor_parallel_size 2"),
         ({"optim": "adafactor"}, "optim adafactor"),
         ({"precision": "fp16"}, "precision: fp16 is not available in planning"),
         ({"finetuning_type": "qlora"}, "quantization_bit is not available in planning"),

@@ -66,7 +66,7 @@ def _run(argv: Sequence[str]) -> int:
     verb: str = arguments.verb
     quiet_libraries()  # before a verb imports them
     if verb == "train":
-        return _train(_job(arguments))
+        return _train(_job(arguments), argv)
     if verb == "plan":
         return _plan(_job(arguments), arguments.json)
     return _estimate(_job(arguments), arguments)
@@ -95,13 +95,13 @@ def _quick_imports() -> Iterator[None]:
         gc.enable()
 
 
-def _train(job: Job) -> int:
+def _train(job: Job, argv: Sequence[str]) -> int:
     # Segments that grow waste least; bills for cards count on it. Read when CUDA starts.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with _quick_imports():
-        from tightfit.cli.train import run
+        from tightfit.cli.ranks import run
 
-    return run(job)
+    return run(job, argv)
 
 
 def _plan(job: Job, as_json: bool) -> int:

@@ -11,6 +11,9 @@ from tightfit.cli.planning import planning_status
 from tightfit.errors import TrainingError
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
+from tightfit.launch.agreement import facts_of
+from tightfit.launch.environment import RankPlace
+from tightfit.launch.group import from_first, process_group
 from tightfit.monitor.progress import RunProgress
 from tightfit.planner.plan import Plan
 from tightfit.report.run_report import RunReport
@@ -21,9 +24,14 @@ from tightfit.training.run import PreparedRun, RunResult, enforced_bytes, make_p
 from tightfit.units import format_bytes, format_seconds
 
 
-def run(job: Job) -> int:
-    """Train a job; returns the exit code."""
-    console = Console(soft_wrap=False)
+def run(job: Job, place: RankPlace | None = None) -> int:
+    """Train a job; returns the exit code.
+
+    Args:
+        place: of this rank, where it is one of several; only rank 0 prints.
+    """
+    first = place is None or place.rank == 0
+    console = Console(soft_wrap=False, quiet=not first)
     prepared = prepare(job)
     if prepared.steps_done >= prepared.total_steps:
         said = (
@@ -33,15 +41,38 @@ def run(job: Job) -> int:
         console.print(Text(said), soft_wrap=True)
         return 0
     _show_facts(console, prepared)
-    with planning_status() as observe:
-        plan = make_plan(prepared, observe)
-    show_plan_with_bills(console, plan)
-    _warn_of_slow_precision(console, prepared, plan)
-    result = _train(console, prepared, plan)
+    # Only one rank plans, before there is a process group: a dry run passes for one itself.
+    plan = _planned(console, prepared) if first else None
+    if place is None:
+        assert plan is not None
+        result = _train(console, prepared, plan)
+    else:
+        plan, result = _train_together(console, prepared, plan, place)
+    if not first:
+        return 0
     report = RunReport(plan, result.measured, result.records, result.evaluations, result.answers)
     report.write(prepared.output_dir / REPORT)
     _show_result(console, prepared, report, result)
     return 0
+
+
+def _planned(console: Console, prepared: PreparedRun) -> Plan:
+    with planning_status() as observe:
+        plan = make_plan(prepared, observe)
+    show_plan_with_bills(console, plan)
+    _warn_of_slow_precision(console, prepared, plan)
+    return plan
+
+
+def _train_together(
+    console: Console, prepared: PreparedRun, plan: Plan | None, place: RankPlace
+) -> tuple[Plan, RunResult]:
+    """Join the other ranks, take rank 0's plan, and train; the plan with the result."""
+    job = prepared.job
+    facts = facts_of(job, prepared.spec.config)
+    with process_group(place, prepared.hardware.device_kind, job.ddp_timeout, facts):
+        plan = from_first(plan)
+        return plan, _train(console, prepared, plan)
 
 
 def _show_facts(console: Console, prepared: PreparedRun) -> None:

@@ -109,11 +109,6 @@ def _prepare(
 
 def _not_planned(job: Job) -> str | None:
     """What of a job the engine does and loading or launching does not yet; None where nothing."""
-    if job.num_gpus > 1:
-        return (
-            f"num_gpus: {job.num_gpus} is not available in planning and training yet; "
-            "`tightfit estimate` prices it, and `--compare` all ways to share it out"
-        )
     if job.quantization_bit is not None or job.precision == "fp16":
         key = "precision: fp16" if job.precision == "fp16" else "quantization_bit"
         return f"{key} is not available in planning and training yet; `tightfit estimate` prices it"
