@@ -330,3 +330,10 @@ def test_the_page_names_every_key() -> None:
 
 def test_accepted_values_are_told_for_every_key() -> None:
     assert all(accepted_by(key) for key in Job.model_fields)
+
+
+def test_a_launchers_counts_are_what_neither_file_nor_flags_say(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model_name_or_path: m\nnnodes: 3\n")
+    job = load_job(path, {"tp": "4"}, {"num_gpus": 8, "nnodes": 2})
+    assert (job.num_gpus, job.nnodes, job.tensor_parallel_size) == (8, 3, 4)

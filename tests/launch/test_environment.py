@@ -8,7 +8,7 @@ import pytest
 
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
-from tightfit.launch.environment import RankPlace, job_at, place_here
+from tightfit.launch.environment import RankPlace, check_counts, place_here
 from tightfit.launch.workers import rank_variables
 
 TORCHRUN = {
@@ -91,25 +91,19 @@ def job(**keys: Any) -> Job:
     return Job(model_name_or_path="a-model", **keys)
 
 
-def test_the_launcher_decides_what_the_job_leaves_open() -> None:
-    found = job_at(job(train_batch_size=16, seed=7), PLACE)
-    assert (found.num_gpus, found.nnodes, found.ranks, found.seed) == (4, 2, 8, 7)
-    assert job_at(found, PLACE) == found
-
-
-def test_without_a_launcher_the_job_stays() -> None:
-    assert job_at(job(num_gpus=3), None) == job(num_gpus=3)
+def test_a_job_for_as_many_ranks_agrees() -> None:
+    check_counts(job(**PLACE.counts()), PLACE)
+    assert job(**PLACE.counts()).ranks == PLACE.world_size
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"num_gpus": 8}, "num_gpus: 8 contradicts the launcher, which has started 8 ranks, 4 of"),
+        ({"num_gpus": 8, "nnodes": 2}, "num_gpus: 8 contradicts the launcher, which has started 8"),
         ({"nnodes": 3, "num_gpus": 4}, "nnodes: 3 contradicts"),
-        ({"train_batch_size": 12}, "not a multiple of the 8 data-parallel ranks.*launcher"),
-        ({"tensor_parallel_size": 1, "train_batch_size": 4}, "8 data-parallel ranks"),
+        ({}, "num_gpus: 1, nnodes: 1 contradicts"),
     ],
 )
 def test_a_job_that_says_something_else_is_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        job_at(job(**keys), PLACE)
+        check_counts(job(**keys), PLACE)

@@ -88,10 +88,17 @@ def complain_about(unknown: Sequence[str]) -> None:
 # Jobs
 
 
-def load_job(config_path: Path | None, overrides: Mapping[str, Any]) -> Job:
+def load_job(
+    config_path: Path | None,
+    overrides: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> Job:
     """The job of a YAML file (if given) with the flags put over it.
 
     Relative paths in the file are relative to the working directory, as for Hugging Face's tools.
+
+    Args:
+        defaults: of keys that neither says, where a launcher knows better than the job's own.
 
     Raises:
         ConfigError: what is wrong, with the key, its value and what would be accepted.
@@ -109,7 +116,7 @@ def load_job(config_path: Path | None, overrides: Mapping[str, Any]) -> Job:
         if key not in Job.model_fields:
             raise ConfigError(f"{labels[key]} is not a known key.{_nearest(key)}")
     values = {key: _plain(key, value) for key, value in settings.items()}
-    return job_of(values, labels)
+    return job_of({**(defaults or {}), **values}, labels)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

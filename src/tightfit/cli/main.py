@@ -9,10 +9,11 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from tightfit.cli.arguments import (
     add_job_flags,
@@ -24,6 +25,9 @@ from tightfit.cli.arguments import (
 from tightfit.cli.quiet import quiet_libraries
 from tightfit.errors import TightfitError
 from tightfit.facts.job import Job
+from tightfit.launch.environment import RankPlace, place_here
+from tightfit.launch.failures import Reporting
+from tightfit.launch.lifeline import hold_lifeline
 
 _EXIT_CODES = """\
 exit codes: 0 done; 1 failed; 2 bad arguments, config or data; 3 nothing fits; 130 interrupted"""
@@ -66,19 +70,19 @@ def _run(argv: Sequence[str]) -> int:
     verb: str = arguments.verb
     quiet_libraries()  # before a verb imports them
     if verb == "train":
-        return _train(_job(arguments), argv)
+        return _train(arguments, argv)
     if verb == "plan":
         return _plan(_job(arguments), arguments.json)
     return _estimate(_job(arguments), arguments)
 
 
-def _job(arguments: argparse.Namespace) -> Job:
+def _job(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> Job:
     """The job of the command line: a YAML file or a model, and the keys given as flags."""
     overrides = overrides_of(arguments)
     given: str | None = arguments.JOB
     if given is None or Path(given).suffix in (".yaml", ".yml"):
-        return load_job(None if given is None else Path(given), overrides)
-    return load_job(None, {"model_name_or_path": given} | overrides)
+        return load_job(None if given is None else Path(given), overrides, defaults)
+    return load_job(None, {"model_name_or_path": given} | overrides, defaults)
 
 
 @contextmanager
@@ -95,13 +99,36 @@ def _quick_imports() -> Iterator[None]:
         gc.enable()
 
 
-def _train(job: Job, argv: Sequence[str]) -> int:
+def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Train: as one process, as one of the ranks that a launcher has started, or as launcher."""
     # Segments that grow waste least; bills for cards count on it. Read when CUDA starts.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    place = place_here(os.environ)
+    if place is not None:
+        hold_lifeline(os.environ)
+        with Reporting.of(place.rank, os.environ):
+            return _train_as_rank(_job(arguments, place.counts()), place)
+    job = _job(arguments)
+    if job.ranks > 1:
+        return _supervise(job, argv)
     with _quick_imports():
-        from tightfit.cli.ranks import run
+        from tightfit.cli.train import run
 
-    return run(job, argv)
+    return run(job)
+
+
+def _train_as_rank(job: Job, place: RankPlace) -> int:
+    with _quick_imports():
+        from tightfit.cli.ranks import run_as_rank
+
+    return run_as_rank(job, place)
+
+
+def _supervise(job: Job, argv: Sequence[str]) -> int:
+    with _quick_imports():
+        from tightfit.cli.ranks import run_as_supervisor
+
+    return run_as_supervisor(job, argv)
 
 
 def _plan(job: Job, as_json: bool) -> int:

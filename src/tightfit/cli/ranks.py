@@ -1,5 +1,4 @@
-"""`tightfit train` as one process, as a rank that a launcher has started, or as the supervisor that
-starts ranks: which of them, and what each does around the training itself."""
+"""`tightfit train` of several ranks: what a rank does around the training, and their supervisor."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightfit.cli import train
+from tightfit.cli.train import run
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import load_model_spec
-from tightfit.launch.environment import RankPlace, job_at, place_here
-from tightfit.launch.failures import Reporting
-from tightfit.launch.lifeline import hold_lifeline
+from tightfit.launch.environment import RankPlace, check_counts
 from tightfit.launch.processors import settle
 from tightfit.launch.restart import job_begun
 from tightfit.launch.supervisor import supervise
@@ -21,27 +18,22 @@ from tightfit.training.model import check_weights
 from tightfit.training.output import check_output_dir
 
 
-def run(job: Job, argv: Sequence[str]) -> int:
-    """Train a job; returns the exit code.
+def run_as_rank(job: Job, place: RankPlace) -> int:
+    """Train as one of the ranks that a launcher has started; returns the exit code."""
+    check_counts(job, place)
+    settle(place.local_rank, place.local_world_size, os.environ)
+    return run(job_begun(job, os.environ), place)
+
+
+def run_as_supervisor(job: Job, argv: Sequence[str]) -> int:
+    """Start the job's ranks on this machine and watch them; returns the exit code.
 
     Args:
-        argv: of the command line, which ranks are started with.
+        argv: of the command line, which ranks are started with too.
     """
-    place = place_here(os.environ)
-    if place is not None:
-        return _run_rank(job, place)
-    if job.ranks == 1:
-        return train.run(job)
     _check(job)
     supervise(job, [sys.executable, "-m", "tightfit", *argv], _say)
     return 0
-
-
-def _run_rank(job: Job, place: RankPlace) -> int:
-    hold_lifeline(os.environ)
-    with Reporting.of(place.rank, os.environ):
-        settle(place.local_rank, place.local_world_size, os.environ)
-        return train.run(job_begun(job_at(job, place), os.environ), place)
 
 
 def _check(job: Job) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
 from tightfit.launch.nodelist import hosts_of, tasks_of
@@ -50,7 +48,11 @@ class RankPlace:
     @property
     def machines(self) -> int:
         """How many machines there are."""
-        return -(-self.world_size // self.local_world_size)
+        return self.world_size // self.local_world_size
+
+    def counts(self) -> dict[str, int]:
+        """The keys of a job that the launcher has decided."""
+        return {"num_gpus": self.local_world_size, "nnodes": self.machines}
 
 
 def place_here(environment: Environment) -> RankPlace | None:
@@ -70,37 +72,20 @@ def place_here(environment: Environment) -> RankPlace | None:
     return place if place.world_size > 1 else None
 
 
-def job_at(job: Job, place: RankPlace | None) -> Job:
-    """The job with as many machines and cards as the launcher has started ranks.
+def check_counts(job: Job, place: RankPlace) -> None:
+    """See that the job is for as many machines and cards as the launcher has started ranks.
 
     Raises:
-        ConfigError: the job says another number, or cannot be shared out among so many.
+        ConfigError: it says another number.
     """
-    if place is None:
-        return job
-    counts = {"num_gpus": place.local_world_size, "nnodes": place.machines}
-    given = {key: getattr(job, key) for key in counts if key in job.model_fields_set}
-    wrong = [f"{key}: {value}" for key, value in given.items() if value != counts[key]]
+    counts = place.counts()
+    wrong = [f"{key}: {getattr(job, key)}" for key in counts if getattr(job, key) != counts[key]]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)} contradicts the launcher, which has started "
             f"{place.world_size} ranks, {place.local_world_size} of them on each of "
             f"{place.machines} machines; leave it out, or change what torchrun or srun is told"
         )
-    try:
-        return Job.model_validate({**_given(job), **counts})
-    except ValidationError as error:
-        said = "; ".join(_own_words(error))
-        raise ConfigError(f"{said} (the launcher has started {place.world_size} ranks)") from None
-
-
-def _given(job: Job) -> dict[str, object]:
-    return {key: getattr(job, key) for key in job.model_fields_set if key != "node_rank"}
-
-
-def _own_words(error: ValidationError) -> list[str]:
-    """What the job's own checks say, without pydantic's frame."""
-    return [str(problem.get("ctx", {}).get("error", problem["msg"])) for problem in error.errors()]
 
 
 def _of_torchrun(environment: Environment) -> RankPlace:
