@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """A supervisor in a process of its own, for signals: of a command, with keys of the job."""
+def supervisor(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A supervisor in a process of its own: of a command, with keys of the job."""
+    started: list[subprocess.Popen[str]] = []
 
     def start(command: list[str], **keys: Any) -> subprocess.Popen[str]:
         keys = {"num_gpus": 2, "output_dir": str(tmp_path / "run"), "ddp_timeout": 60} | keys
@@ -132,12 +133,17 @@ def supervisor(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
             "except KeyboardInterrupt:\n"
             "    sys.exit(130)\n"
         )
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        with process:  # closes its pipes and waits for it
+            process.kill()

@@ -125,6 +125,8 @@ def _train_as_rank(job: Job, place: RankPlace) -> int:
 
 
 def _supervise(job: Job, argv: Sequence[str]) -> int:
+    # A rank that is gone is told in words; torch's warnings of closed sockets say nothing more.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with _quick_imports():
         from tightfit.cli.ranks import run_as_supervisor
 

@@ -133,6 +133,7 @@ class Exchange:
     _own: Failure | None = None  # to be published
     _done: bool = False
     _all_done: bool = False
+    _gone: bool = False  # machine 0 has closed its store
     _leaving: threading.Event = field(default_factory=threading.Event)
     _heard: dict[int, tuple[bytes, float]] = field(default_factory=dict)
     _answered: float = field(default_factory=time.monotonic)
@@ -157,11 +158,12 @@ class Exchange:
 
     def failures(self) -> list[Failure]:
         """Why another machine's ranks have ended, or that it does not answer; else nothing."""
-        if self._failure is None and self._thread is not None:
-            silent = self._silent()
-            if silent:
-                return [self._lost(silent[0])]
-        return [] if self._failure is None else [self._failure]
+        if self._failure is not None or self._thread is None:
+            return [] if self._failure is None else [self._failure]
+        if self._gone:
+            return [self._lost(0, "is gone")]
+        silent = self._silent()[:1]
+        return [self._lost(m, f"has not answered for {SILENCE_SECONDS:.0f} s") for m in silent]
 
     def publish(self, failure: Failure) -> None:
         """Tell the others why it has ended here, unless they have said so first."""
@@ -180,11 +182,11 @@ class Exchange:
             return [0]
         return [m for m, (_, since) in self._heard.items() if now - since > SILENCE_SECONDS]
 
-    def _lost(self, machine: int) -> Failure:
+    def _lost(self, machine: int, how: str) -> Failure:
         each = self.machines.ranks_each
         first, last = machine * each, (machine + 1) * each - 1
         whose = f"rank {first}" if each == 1 else f"ranks {first}-{last}"
-        said = f"machine {machine} ({whose}) has not answered for {SILENCE_SECONDS:.0f} s"
+        said = f"machine {machine} ({whose}) {how}"
         return Failure(first, "", 0, said, 1, Cause.MACHINE, time.time())
 
     def _talk(self) -> None:
@@ -196,7 +198,7 @@ class Exchange:
                 self._leaving.wait(_BEAT_SECONDS)
             self._leave()
         except dist.DistError:
-            pass  # machine 0 is gone: it answers no more, which `failures` tells
+            self._gone = True
 
     def _round(self, beat: int) -> None:
         store, key, attempt = self.machines.store, self.machines.key, self.attempt

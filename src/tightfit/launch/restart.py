@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tightfit.facts.job import Job
 from tightfit.launch.environment import BEGIN, Environment
-from tightfit.training.checkpoint import latest_checkpoint, read_progress
 
 AS_THE_JOB_SAYS = "as the job says"
 RESUME = "resume"
@@ -19,6 +18,9 @@ def begins_again(job: Job) -> tuple[str, str]:
     Raises:
         ConfigError: the last checkpoint cannot be resumed, and starting afresh would delete it.
     """
+    # Brings transformers, which a supervisor needs for nothing else.
+    from tightfit.training.checkpoint import latest_checkpoint, read_progress
+
     checkpoint = latest_checkpoint(Path(job.output_dir or "."))
     if checkpoint is None:
         return AFRESH, "from the start (nothing was saved yet)"
