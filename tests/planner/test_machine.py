@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.planner import machine
+from tightfit.planner.plan import Limits
+from tightfit.policies import Tier
 from tightfit.units import GIB
 
 CARD = Accelerator(3, "seen by the library", 24 * GIB, 20 * GIB)
@@ -52,4 +55,19 @@ def test_a_card_that_only_torch_sees_is_used(
     assert card.capability == (8, 9)
     assert [process.pid for process in card.processes] == [os.getpid()]
     assert here.device_total_bytes == 8 * GIB
-    assert machine.device_of(here) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert machine.device_of(here) == torch.device("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("limits", "missing"),
+    [
+        (Limits(device_bytes=60, ranks=2), 0),  # each has a device of its own
+        (Limits(host_bytes=15, ranks=2), 5),
+        (Limits(shared_bytes=100, ranks=2), 40),  # on a CPU all is in one RAM
+    ],
+)
+def test_what_ranks_of_a_machine_share(limits: Limits, missing: int) -> None:
+    kinds = {Tier.DEVICE: {Kind.PARAMETERS: 60}, Tier.HOST: {Kind.BUFFERS: 10}}
+    bill = MemoryTable({Phase.FORWARD: kinds})
+    assert limits.missing_bytes(bill) == missing

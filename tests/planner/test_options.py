@@ -42,6 +42,27 @@ def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
     assert len(candidates) == len(set(candidates)) == 4 * 3 * 2 * len(placements)
 
 
+@pytest.mark.parametrize(
+    ("keys", "stages"),
+    [
+        ({}, [0]),
+        ({"num_gpus": 2}, [0, 1, 2, 3]),
+        ({"num_gpus": 2, "nnodes": 2, "zero_stage": 2}, [2]),
+        ({"num_gpus": 2, "tensor_parallel_size": 2}, [0]),
+    ],
+)
+def test_stages_are_open_where_ranks_share_sequences(
+    job: MakeJob, keys: dict[str, Any], stages: list[int]
+) -> None:
+    found = options(job(train_batch_size=8, **keys))
+    assert [sharding.zero_stage for sharding in found.shardings] == stages
+    assert {sharding.ranks for sharding in found.shardings} == {
+        job(train_batch_size=8, **keys).ranks
+    }
+    assert {policies.sharding for policies in found.candidates()} == set(found.shardings)
+    assert {policies.sharding for policies in found.leanest()} == {found.shardings[-1]}
+
+
 def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: MakeJob) -> None:
     near = {"offload_param": "none", "offload_activations": "false"}
     found = options(job(train_batch_size=4, **near))

@@ -350,3 +350,42 @@ def test_what_is_asked_for_and_not_supported_is_an_error(
     unsupported("gradient checkpointing")
     with pytest.raises(UnsupportedError, match="does not work for this model"):
         plan(gradient_checkpointing="true")
+
+
+# Ranks
+
+# Of one batch on the device alone, so that stages are all there is to choose.
+STAGES_ONLY = {
+    "num_gpus": 2,
+    "train_batch_size": 2,
+    "loss": "full",
+    "gradient_checkpointing": "false",
+    "offload_optimizer": "none",
+    "offload_param": "none",
+    "offload_activations": "false",
+}
+
+
+def test_the_fastest_stage_that_fits_is_chosen(plan: Planner) -> None:
+    given = [plan(**STAGES_ONLY, zero_stage=stage) for stage in range(4)]
+    for limit in sorted({peak(chosen) for chosen in given}):
+        chosen = plan(**STAGES_ONLY, memory_limit=limit)
+        fitting = [one for one in given if peak(one) <= limit]
+        assert chosen.step_time.total == min(one.step_time.total for one in fitting)
+        assert peak(chosen) <= limit
+    least = min(given, key=peak)
+    assert least.policies.sharding.zero_stage > 0
+    with pytest.raises(DoesNotFitError):
+        plan(**STAGES_ONLY, memory_limit=peak(least) - 1)
+
+
+def test_a_plan_says_what_its_stage_saves(plan: Planner) -> None:
+    shared = plan(**STAGES_ONLY, zero_stage=3)
+    assert any(reason.startswith("ZeRO-3: ") for reason in shared.reasons)
+
+
+def test_two_ranks_compute_half_each_and_send(plan: Planner) -> None:
+    keys = {key: value for key, value in STAGES_ONLY.items() if key != "num_gpus"}
+    one, two = plan(**keys), plan(**STAGES_ONLY, zero_stage=0)
+    assert two.step_time.compute == pytest.approx(one.step_time.compute / 2, rel=0.01)
+    assert two.step_time.communication > 0 == one.step_time.communication

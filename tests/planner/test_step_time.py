@@ -18,7 +18,7 @@ from tightfit.policies import BatchPolicy, CheckpointingPolicy, PlacementPolicy,
 # Forward takes 2 seconds, backward 4; attention and element-wise work nothing.
 WORKLOAD = Workload(sequence_length=1, global_batch_size=1)
 COST = ModelCost(
-    trainable=0, matmul_parameters=10, head_parameters=0, layers=1, hidden_size=0,
+    parameters=0, trainable=0, matmul_parameters=10, head_parameters=0, layers=1, hidden_size=0,
     activation_bytes_per_token=0,
 )  # fmt: skip
 RATES = Rates(

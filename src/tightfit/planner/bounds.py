@@ -26,6 +26,7 @@ from tightfit.policies import (
     LossKind,
     LossPolicy,
     Policies,
+    ShardingPolicy,
     Tier,
 )
 
@@ -39,7 +40,8 @@ _STAYING = (
     Kind.OPTIMIZER_STATES,
     Kind.BUFFERS,
 )
-_Layers = tuple[CheckpointingPolicy, AdapterPolicy | None]  # decides what layers leave
+# Decides what layers leave, and ranks what is temporary beside it.
+_Layers = tuple[CheckpointingPolicy, AdapterPolicy | None, ShardingPolicy]
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,8 @@ def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
     """Parameters that live elsewhere and are on the device at a time: those of a layer at its turn,
     and those of the output layer while the loss is made."""
     placement = policies.placement
-    if placement.parameters is Tier.DEVICE:
-        return 0, 0
+    if placement.parameters is Tier.DEVICE or policies.sharding.ranks > 1:
+        return 0, 0  # of what ranks share it is a part, which is not counted
     shape, widths = run.shape, state_widths(policies)
     end = shape.vocab_size * shape.hidden_size
     total = run.trainable + run.frozen
@@ -208,7 +210,7 @@ def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
 def _beside_training(policies: Policies) -> dict[Phase, Hashable]:
     """All that decides what is there before and after training, whatever the batch and the loss."""
     placement = policies.placement
-    model = (policies.adapter, policies.quantisation, policies.precision)
+    model = (policies.adapter, policies.quantisation, policies.precision, policies.sharding)
     loading = (Phase.LOAD, placement.parameters, placement.parameter_fraction, *model)
     staying = (
         replace(placement, activations=Tier.DEVICE),
@@ -227,7 +229,7 @@ def _fixed(kinds: Kinds) -> Kinds:
 
 
 def _layers(policies: Policies) -> _Layers:
-    return policies.checkpointing, policies.adapter
+    return policies.checkpointing, policies.adapter, policies.sharding
 
 
 def _most(counts: Iterable[int]) -> int:

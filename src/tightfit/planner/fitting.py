@@ -89,7 +89,7 @@ class Fitting:
         return True
 
     def _note(self, policies: Policies, verdict: str, *shape: object) -> None:
-        key = (policies.placement, policies.adapter, *shape)
+        key = (policies.placement, policies.adapter, policies.sharding, *shape)
         if key not in self._noted:
             self._noted.add(key)
             self._turn_down(policies, None, verdict)

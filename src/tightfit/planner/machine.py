@@ -40,8 +40,12 @@ def _first_card() -> Accelerator:
 
 
 def device_of(hardware: Hardware) -> torch.device:
-    """The device of the first rank."""
-    return torch.device("cuda", 0) if hardware.device_kind == "cuda" else torch.device("cpu")
+    """The device of this process: torch's current card, the first one unless it is a rank."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if hardware.device_kind == "cuda"
+        else torch.device("cpu")
+    )
 
 
 # Ampere; what a card is taken for that a job has and this machine has not.

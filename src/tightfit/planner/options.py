@@ -54,6 +54,7 @@ class Options:
     losses: tuple[LossPolicy, ...]
     checkpointing: tuple[CheckpointingPolicy, ...]
     placement: PlacementChoices
+    shardings: tuple[ShardingPolicy, ...]
     lora: AdapterPolicy
     lora_if_nothing_fits: AdapterPolicy | None
     lora_placement: PlacementChoices
@@ -67,11 +68,12 @@ class Options:
         """The smallest batch with every technique that is open, for each placement and each loss
         that saves: which saves most is a matter of the vocabulary."""
         losses = [loss for loss in self.losses if loss.kind is not LossKind.FULL] or self.losses
-        leanest = (self.batches[-1], self.checkpointing[-1])
+        leanest = (self.batches[-1], self.checkpointing[-1], self.shardings[-1])
         return [
             policies
             for policies in self.candidates(adapter)
-            if (policies.batch, policies.checkpointing) == leanest and policies.loss in losses
+            if (policies.batch, policies.checkpointing, policies.sharding) == leanest
+            and policies.loss in losses
         ]
 
     def placements(self, adapter: AdapterPolicy | None = None) -> tuple[PlacementPolicy, ...]:
@@ -88,8 +90,12 @@ class Options:
         """Every combination, with `adapter` instead of the job's own if given. What leaves, leaves
         whole where its fraction is open."""
         fixed = self.fixed if adapter is None else with_adapter(self.fixed, adapter)
-        for batch, loss, checkpointing, placement in product(
-            self.batches, self.losses, self.checkpointing, self.placements(adapter)
+        for batch, loss, checkpointing, placement, sharding in product(
+            self.batches,
+            self.losses,
+            self.checkpointing,
+            self.placements(adapter),
+            self.shardings,
         ):
             yield replace(
                 fixed,
@@ -97,6 +103,7 @@ class Options:
                 loss=loss,
                 checkpointing=checkpointing,
                 placement=placement,
+                sharding=sharding,
             )
 
 
@@ -138,9 +145,10 @@ def options_of(
             attention=AttentionPolicy(
                 AttentionKernel(attention if job.attention == "auto" else job.attention)
             ),
-            sharding=_sharding(job),
+            sharding=_shardings(job)[0],
         ),
         batches=_batches(job),
+        shardings=_shardings(job),
         losses=_open(job.loss, losses) if chunked_loss else (losses["full"],),
         checkpointing=_checkpointing(job),
         placement=placement_choices(
@@ -199,6 +207,9 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
         yield f"{policies.loss.kind} loss", replace(policies, loss=LossPolicy(LossKind.FULL))
     if policies.checkpointing.enabled:
         yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
+    if policies.sharding.zero_stage:
+        plain = replace(policies.sharding, zero_stage=0)
+        yield f"ZeRO-{policies.sharding.zero_stage}", replace(policies, sharding=plain)
     yield from without_placement(policies)
     if policies.adapter is not None and policies.quantisation is None:
         yield "LoRA", _without_adapter(policies)
@@ -229,16 +240,16 @@ def _checkpointing(job: Job) -> tuple[CheckpointingPolicy, ...]:
     return _open(job.gradient_checkpointing, {"false": off, "true": on})
 
 
-def _sharding(job: Job) -> ShardingPolicy:
+def _shardings(job: Job) -> tuple[ShardingPolicy, ...]:
+    """What shares out least first; with one data-parallel rank there is nothing to share."""
+    stages: tuple[int, ...] = (0, 1, 2, 3) if job.data_parallel_ranks > 1 else (0,)
     replicas = job.data_parallel_replicas
-    stage = 3 if replicas > 1 else 0  # replicas are of what is shared out
-    return ShardingPolicy(
-        job.ranks,
-        stage if job.zero_stage == "auto" else job.zero_stage,
-        job.tensor_parallel_size,
-        job.pipeline_parallel_size,
-        replicas,
-    )
+    if replicas > 1:
+        stages = (3,)  # replicas are of what is shared out
+    if job.zero_stage != "auto":
+        stages = (job.zero_stage,)
+    width = (job.tensor_parallel_size, job.pipeline_parallel_size)
+    return tuple(ShardingPolicy(job.ranks, stage, *width, replicas) for stage in stages)
 
 
 def _quantisation(job: Job) -> QuantisationPolicy | None:

@@ -59,7 +59,7 @@ class Limits:
             for name, need, limit in (
                 ("device", device, self.device_bytes),
                 ("host", host, self.host_bytes),
-                ("RAM", device + host, self.shared_bytes),
+                ("RAM", self.ranks * device + host, self.shared_bytes),
                 ("nvme", nvme, self.nvme_bytes),
             )
             if limit is not None
@@ -112,13 +112,13 @@ class StepTime:
     copies: float
     overhead: float
     disk: float = 0.0
+    communication: float = 0.0
 
     @property
     def total(self) -> float:
         """All parts."""
-        return (
-            self.compute + self.recompute + self.optimizer + self.copies + self.overhead + self.disk
-        )
+        parts: dict[str, float] = self.__dict__
+        return sum(parts.values())
 
     def to_json(self) -> dict[str, float]:
         """The parts and their total."""

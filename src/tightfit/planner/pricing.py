@@ -142,7 +142,7 @@ class Pricing:
 
     def traffic(self, policies: Policies) -> Traffic:
         """What one optimizer step moves between tiers."""
-        tokens = self.workload.average_tokens_per_step
+        tokens = self.workload.average_tokens_per_step / policies.sharding.ranks
         run = self.counts(policies)
         per_token = self._activation_bytes_per_token
         if policies.checkpointing.enabled:
@@ -173,6 +173,7 @@ class Pricing:
         head = shape.vocab_size * shape.hidden_size
         total = run.trainable + run.frozen + run.quantised
         return ModelCost(
+            parameters=total,
             trainable=run.trainable,
             matmul_parameters=total if shape.tied else total - head,
             head_parameters=head,

@@ -1,10 +1,12 @@
 """Predicted seconds of one optimizer step from counts and measured rates.
 
-A step is matrix products over their rate, plus element-wise work over the memory's rate, plus the
-update, plus a fixed cost per operation, plus what copies and disk take beyond what runs meanwhile.
+A step is a rank's matrix products over their rate, plus element-wise work over the memory's rate,
+plus the update, plus a fixed cost per operation, plus what copies and disk take beyond what runs
+meanwhile.
 A card computes while copies and the host's update go on; on a CPU they take its own time, and only
-the disk is waited for beside it. Layers are alike, so what is hidden of one is hidden of all. Knows
-nothing of memory.
+the disk is waited for beside it. Layers are alike, so what is hidden of one is hidden of all. What
+ranks send each other is taken to be as fast as copies between device and host: nobody measures
+their link yet. Knows nothing of memory.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.facts.workload import Workload
+from tightfit.planner.collectives import sent_bytes
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.traffic import Traffic
@@ -29,6 +32,7 @@ class ModelCost:
     """What the time model needs to know of a model.
 
     Attributes:
+        parameters: of the whole model.
         trainable: parameters with gradients.
         matmul_parameters: parameters that multiply every token (all but embedding look-ups).
         layers, hidden_size: of the decoder.
@@ -36,6 +40,7 @@ class ModelCost:
         activation_bytes_per_token: what a plain forward leaves for backward.
     """
 
+    parameters: int
     trainable: int
     matmul_parameters: int
     head_parameters: int
@@ -90,11 +95,22 @@ def predict_step_time(
         * policies.batch.accumulation_steps
         * rates.operation_seconds,
         disk=disk + max(0.0, update.disk - busy),
+        communication=_communication(cost, policies, rates, computing, on_card=on_card),
     )
 
 
+def _communication(
+    cost: ModelCost, policies: Policies, rates: Rates, computing: _Computing, *, on_card: bool
+) -> float:
+    """What collectives take; on a card beyond the computing that goes on meanwhile."""
+    sent = sent_bytes(cost.parameters, cost.trainable, policies) / rates.copy_bytes_per_second
+    hidden = computing.forward + computing.backward + computing.recompute if on_card else 0.0
+    return max(0.0, sent - hidden)
+
+
 def _computing(cost: ModelCost, policies: Policies, workload: Workload, rates: Rates) -> _Computing:
-    tokens = workload.average_tokens_per_step
+    # Ranks have an equal part of it each, by sequences, by matrices or by layers.
+    tokens = workload.average_tokens_per_step / policies.sharding.ranks
     attention = 2 * 2 * cost.layers * cost.hidden_size * workload.sequence_length / 2
     forward = tokens * (2 * cost.matmul_parameters + attention)
     # Backward is two products per product, one where the weight is frozen.
@@ -171,7 +187,9 @@ class _Update:
         # The norm and the clipping read and write every gradient once more.
         touched = 3 * cost.trainable * policies.precision.parameter_bytes
         host = rates.host_optimizer_parameters_per_second
-        staying = cost.trainable - traffic.updated_off
+        sharding = policies.sharding
+        shards = sharding.data_parallel if sharding.zero_stage else 1
+        staying = (cost.trainable - traffic.updated_off) / shards
         return cls(
             norm=touched / rates.memory_bytes_per_second,
             on_device=staying / rates.device_optimizer_parameters_per_second,

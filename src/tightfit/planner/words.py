@@ -140,7 +140,8 @@ def percent(fraction: float) -> str:
 
 
 def count_techniques(policies: Policies) -> int:
-    """How many techniques are on; of equally fast plans the one with fewest wins."""
+    """How many techniques are on, each stage of ZeRO one; of equally fast plans the one with fewest
+    wins."""
     placement = policies.placement
     return (
         (policies.adapter is not None)
@@ -151,4 +152,5 @@ def count_techniques(policies: Policies) -> int:
         + (placement.parameters is not Tier.DEVICE)
         + (placement.activations is not Tier.DEVICE)
         + (policies.batch.accumulation_steps > 1)
+        + policies.sharding.zero_stage
     )
