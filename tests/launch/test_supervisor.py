@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -278,10 +279,11 @@ def test_ranks_do_not_outlive_their_supervisor(
     wait_for_the_end()
     """
     process = supervisor(script(act))
-    rank_0 = int((tmp_path / "started").read_text())
+    rank_0 = os.pidfd_open(int((tmp_path / "started").read_text()))
     process.kill()
-    process.communicate()  # returns when the last process that holds its pipes is gone
-    assert not _is_running(rank_0)
+    ended, _, _ = select.select([rank_0], [], [], 60)
+    os.close(rank_0)
+    assert ended
 
 
 def _is_running(process: int) -> bool:
