@@ -49,7 +49,7 @@ def wait_for_the_end():
 JOINING = """
 import torch
 import torch.distributed as dist
-from tightfit.launch.group import from_first, process_group
+from tightfit.launch.group import from_first, meet, process_group
 
 facts = {"python": "3"}
 timeout_seconds = 60.0
@@ -66,7 +66,8 @@ with Reporting.of(place.rank, os.environ):
 TOGETHER = """
 with Reporting.of(place.rank, os.environ):
     before(place)
-    with process_group(place, "cpu", timeout_seconds, facts):
+    store = meet(place, facts, timeout_seconds)
+    with process_group(place, store, "cpu", timeout_seconds):
         act(place)
 """
 

@@ -11,9 +11,9 @@ from tightfit.cli.planning import planning_status
 from tightfit.errors import TrainingError
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
-from tightfit.launch.agreement import facts_of
+from tightfit.launch.agreement import Facts, facts_of
 from tightfit.launch.environment import RankPlace
-from tightfit.launch.group import from_first, process_group
+from tightfit.launch.group import from_first, meet, process_group
 from tightfit.monitor.progress import RunProgress
 from tightfit.planner.plan import Plan
 from tightfit.report.run_report import RunReport
@@ -41,13 +41,11 @@ def run(job: Job, place: RankPlace | None = None) -> int:
         console.print(Text(said), soft_wrap=True)
         return 0
     _show_facts(console, prepared)
-    # Only one rank plans, before there is a process group: a dry run passes for one itself.
-    plan = _planned(console, prepared) if first else None
     if place is None:
-        assert plan is not None
+        plan = _planned(console, prepared)
         result = _train(console, prepared, plan)
     else:
-        plan, result = _train_together(console, prepared, plan, place)
+        plan, result = _train_together(console, prepared, place)
     if not first:
         return 0
     report = RunReport(plan, result.measured, result.records, result.evaluations, result.answers)
@@ -65,14 +63,28 @@ def _planned(console: Console, prepared: PreparedRun) -> Plan:
 
 
 def _train_together(
-    console: Console, prepared: PreparedRun, plan: Plan | None, place: RankPlace
+    console: Console, prepared: PreparedRun, place: RankPlace
 ) -> tuple[Plan, RunResult]:
-    """Join the other ranks, take rank 0's plan, and train; the plan with the result."""
-    job = prepared.job
-    facts = facts_of(job, prepared.spec.config)
-    with process_group(place, prepared.hardware.device_kind, job.ddp_timeout, facts):
-        plan = from_first(plan)
+    """Meet the other ranks, take rank 0's plan, and train; the plan with the result."""
+    timeout_seconds = prepared.job.ddp_timeout
+    store = meet(place, _facts(prepared), timeout_seconds)
+    # Only one rank plans, before there is a process group: a dry run passes for one itself.
+    own = _planned(console, prepared) if place.rank == 0 else None
+    with process_group(place, store, prepared.hardware.device_kind, timeout_seconds):
+        plan = from_first(own)
         return plan, _train(console, prepared, plan)
+
+
+def _facts(prepared: PreparedRun) -> Facts:
+    """What must be the same on all ranks."""
+    data = prepared.data
+    return {
+        **facts_of(prepared.job, prepared.spec.config),
+        "training samples": str(len(data.train)),
+        "held-out samples": str(len(data.held_out)),
+        "longest sample": str(prepared.workload.sequence_length),
+        "kind of device": prepared.hardware.device_kind,
+    }
 
 
 def _show_facts(console: Console, prepared: PreparedRun) -> None:

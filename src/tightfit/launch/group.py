@@ -1,4 +1,4 @@
-"""The process group of a rank, from joining to leaving.
+"""The process group of a rank, from meeting the others to leaving.
 
 Ranks first meet at a store, where they compare what they are (`agreement.py`), so that what would
 hang or crash in the libraries is a message. Does not know what ranks do together.
@@ -22,9 +22,26 @@ from tightfit.launch.environment import RankPlace
 Value = TypeVar("Value")
 
 
+def meet(place: RankPlace, facts: Facts, timeout_seconds: float) -> Store:
+    """The store of this attempt, when all ranks are there and are the same.
+
+    Args:
+        facts: what must be the same on all ranks.
+        timeout_seconds: how long a rank waits for the others.
+
+    Raises:
+        RankError: the others did not come in time, or nobody keeps the store.
+        ConfigError: they are not the same.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    store = _store(place, timeout)
+    check_agreement(store, place.rank, place.world_size, facts, timeout)
+    return store
+
+
 @contextmanager
 def process_group(
-    place: RankPlace, device_kind: str, timeout_seconds: float, facts: Facts
+    place: RankPlace, store: Store, device_kind: str, timeout_seconds: float
 ) -> Iterator[None]:
     """Inside, this process is a rank of a process group, NCCL's on cards and gloo's on CPUs.
 
@@ -32,17 +49,10 @@ def process_group(
     for the others, which may be gone.
 
     Args:
+        store: that of `meet`.
         device_kind: `cuda` or `cpu`.
         timeout_seconds: how long a rank waits for the others, here and in each collective.
-        facts: what must be the same on all ranks.
-
-    Raises:
-        RankError: the others did not come in time.
-        ConfigError: they are not the same.
     """
-    timeout = timedelta(seconds=timeout_seconds)
-    store = _meet(place, timeout)
-    check_agreement(store, place.rank, place.world_size, facts, timeout)
     device = None
     if device_kind == "cuda":
         device = torch.device("cuda", place.local_rank)
@@ -52,7 +62,7 @@ def process_group(
         store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_seconds),
         device_id=device,
     )
     try:
@@ -66,7 +76,7 @@ def process_group(
     dist.destroy_process_group()
 
 
-def _meet(place: RankPlace, timeout: timedelta) -> Store:
+def _store(place: RankPlace, timeout: timedelta) -> Store:
     """The store of this attempt.
 
     Raises:
