@@ -115,6 +115,17 @@ def test_what_every_rank_lost_is_told_as_that(job: MakeJob, script: Script) -> N
         run(job(), script(act, joins=True))
 
 
+def test_a_rank_that_hangs_is_named_when_others_have_waited_in_vain(
+    job: MakeJob, script: Script
+) -> None:
+    act = """
+    if place.rank == 1: wait_for_the_end()
+    raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+    """
+    with pytest.raises(RankError, match=r"rank 0 .*Timed out .*; still running and silent: rank 1"):
+        run(job(), script(act, joins=True))
+
+
 def test_ranks_that_differ_are_told_apart(job: MakeJob, script: Script) -> None:
     frame = "facts = {'torch': f'2.{place.rank // 2}', 'seed': '42', 'python': '3'}"
     with pytest.raises(RankError) as caught:

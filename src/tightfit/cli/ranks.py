@@ -22,7 +22,7 @@ def run_as_rank(job: Job, place: RankPlace) -> int:
     """Train as one of the ranks that a launcher has started; returns the exit code."""
     check_counts(job, place)
     settle(place.local_rank, place.local_world_size, os.environ)
-    return run(job_begun(job, os.environ), place)
+    return run(job_begun(job, place.attempt, os.environ), place)
 
 
 def run_as_supervisor(job: Job, argv: Sequence[str]) -> int:

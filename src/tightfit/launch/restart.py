@@ -28,9 +28,21 @@ def begins_again(job: Job) -> tuple[str, str]:
     return RESUME, f"from {checkpoint}"
 
 
-def job_begun(job: Job, environment: Environment) -> Job:
-    """The job of a rank: after a failure it goes on with its own run, whatever was there first."""
-    begin = environment.get(BEGIN, AS_THE_JOB_SAYS)
+def job_begun(job: Job, attempt: int, environment: Environment) -> Job:
+    """The job of a rank: after a failure it goes on with its own run, whatever was there first.
+
+    torchrun says only that it is another attempt, so that ranks look for themselves: nothing is
+    written before all have.
+
+    Args:
+        attempt: how often all ranks were started before.
+
+    Raises:
+        ConfigError: as of `begins_again`.
+    """
+    begin = environment.get(BEGIN)
+    if begin is None:
+        begin = begins_again(job)[0] if attempt else AS_THE_JOB_SAYS
     if begin == AS_THE_JOB_SAYS:
         return job
     keys = {"resume": begin == RESUME, "overwrite_output_dir": begin == AFRESH}

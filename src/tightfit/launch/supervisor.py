@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightfit.errors import Interrupted, RankError, TightfitError
@@ -78,13 +78,14 @@ class _Attempt:
         ):
             while not self._is_over(workers, exchange):
                 time.sleep(_POLL_SECONDS)
+            silent = workers.running_ranks()
             workers.end()
             failures = workers.failures() + exchange.failures()
             if self.interrupts.count > 1:
                 failures = [_stopped()]
             if not failures:
                 return None
-            cause = first_cause(failures)
+            cause = _with_suspects(first_cause(failures), silent)
             exchange.publish(cause)
             return cause
 
@@ -132,6 +133,14 @@ class _Attempt:
         """Of the environment of every rank."""
         threads = threads_of(0, self.job.num_gpus, os.sched_getaffinity(0), quota=cpu_quota())
         return {BEGIN: begins, THREADS: os.environ.get(THREADS, str(threads))}
+
+
+def _with_suspects(cause: Failure, silent: list[int]) -> Failure:
+    """Where ranks waited for others in vain, those that have said nothing may be the reason."""
+    if cause.cause is not Cause.LOST_TOUCH or not silent:
+        return cause
+    named = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
+    return replace(cause, message=f"{cause.message}; still running and silent: {named}")
 
 
 def _may_start_again(failure: Failure, restarts_left: int) -> bool:

@@ -87,7 +87,11 @@ class Workers:
 
     def running(self) -> bool:
         """Whether any of them is."""
-        return any(worker.poll() is None for worker in self.all)
+        return bool(self.running_ranks())
+
+    def running_ranks(self) -> list[int]:
+        """Those that have not ended."""
+        return [worker.place.rank for worker in self.all if worker.poll() is None]
 
     def failures(self) -> list[Failure]:
         """Of those that have failed by themselves so far."""
