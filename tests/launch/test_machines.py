@@ -128,16 +128,38 @@ def test_without_machine_0_the_others_end(
     first.communicate()
 
 
+def test_machine_0_that_goes_before_the_next_attempt_is_named(
+    job: MakeJob, supervisor: Start, script: Script, two: dict[str, object], tmp_path: Path
+) -> None:
+    """Machine 0 may not restart, and this one would."""
+    save = tmp_path / "run" / "checkpoint-3"
+    save.mkdir(parents=True)
+    command = script("if place.rank == 0: os._exit(1)\nwait_for_the_end()")
+    first = supervisor(command, **two, max_restarts=1)
+    keys = {**two, "node_rank": 1, "max_restarts": 1, "output_dir": str(tmp_path / "elsewhere")}
+    with pytest.raises(RankError, match="machine 0 is gone"):
+        supervise(job(**keys), command, print)
+    _, said = first.communicate()
+    assert "checkpoint-3 cannot be resumed" in said
+
+
 def test_machines_that_do_not_come_are_named(job: MakeJob, two: dict[str, object]) -> None:
     with Interrupts() as interrupts:
-        met = Machines.meet(job(**{**two, "nnodes": 3}, ddp_timeout=1))
+        met = Machines.meet(job(**{**two, "nnodes": 3}, ddp_timeout=1), interrupts)
         with pytest.raises(RankError, match=r"of 3 machines number 1, 2 did not come within 1 s"):
             met.begin(0, "", interrupts)
 
 
 def test_machine_0_that_is_not_there_is_named(job: MakeJob, two: dict[str, object]) -> None:
     with pytest.raises(RankError, match=r"127.0.0.1:\d+ does not answer; is machine 0 started"):
-        Machines.meet(job(**two, node_rank=1, ddp_timeout=1))
+        Machines.meet(job(**two, node_rank=1, ddp_timeout=1), Interrupts())
+
+
+def test_waiting_for_machine_0_can_be_stopped(job: MakeJob, two: dict[str, object]) -> None:
+    interrupts = Interrupts()
+    interrupts.count = 1
+    with pytest.raises(KeyboardInterrupt):
+        Machines.meet(job(**two, node_rank=1), interrupts)
 
 
 def test_a_port_that_is_taken_is_named(job: MakeJob, two: dict[str, object]) -> None:
@@ -146,9 +168,9 @@ def test_a_port_that_is_taken_is_named(job: MakeJob, two: dict[str, object]) -> 
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(RankError, match=f"127.0.0.1:{port} is taken"):
-            Machines.meet(job(**{**two, "master_port": port}))
+            Machines.meet(job(**{**two, "master_port": port}), Interrupts())
 
 
 def test_several_machines_need_an_address(job: MakeJob) -> None:
     with pytest.raises(ConfigError, match="nnodes: 2 needs master_addr"):
-        Machines.meet(job(nnodes=2))
+        Machines.meet(job(nnodes=2), Interrupts())

@@ -26,6 +26,7 @@ from tightfit.launch.interrupts import Interrupts
 SILENCE_SECONDS = 10.0  # after which a machine is taken for lost
 _BEAT_SECONDS = 0.5
 _POLL_SECONDS = 0.05
+_ONE_TRY = timedelta(seconds=1)
 _DEFAULT_PORT = 29500
 _CURRENT = "attempt"
 
@@ -50,12 +51,13 @@ class Machines:
     store: Store
 
     @classmethod
-    def meet(cls, job: Job) -> Machines:
+    def meet(cls, job: Job, interrupts: Interrupts) -> Machines:
         """Keep the store, or join that of machine 0.
 
         Raises:
             ConfigError: nobody has said where machine 0 is.
             RankError: it cannot be reached in time, or its port is taken.
+            KeyboardInterrupt: the user did not want to wait any longer.
         """
         if job.nnodes > 1 and job.master_addr is None:
             raise ConfigError(
@@ -64,17 +66,10 @@ class Machines:
         address = job.master_addr or "127.0.0.1"
         default = _DEFAULT_PORT if job.nnodes > 1 else 0  # 0: any that is free
         port = job.master_port or default
-        try:
-            store = TCPStore(
-                address,
-                port,
-                is_master=job.node_rank == 0,
-                timeout=timedelta(seconds=job.ddp_timeout),
-                wait_for_workers=False,
-            )
-        except dist.DistError as error:
-            said = "is taken" if job.node_rank == 0 else "does not answer; is machine 0 started?"
-            raise RankError(f"{address}:{port} {said} ({_first_line(error)})") from None
+        if job.node_rank == 0:
+            store = _keep_store(address, port, job.ddp_timeout)
+        else:
+            store = _join_store(address, port, job.ddp_timeout, interrupts)
         return cls(
             job.node_rank, job.nnodes, address, store.port, job.num_gpus, job.ddp_timeout, store
         )
@@ -96,6 +91,12 @@ class Machines:
         """
         if self.count == 1:
             return begins
+        try:
+            return self._begin(attempt, begins, interrupts)
+        except dist.DistError as error:
+            raise RankError(f"machine 0 is gone ({_first_line(error)})") from None
+
+    def _begin(self, attempt: int, begins: str, interrupts: Interrupts) -> str:
         names = [self.key(attempt, "host", machine) for machine in range(self.count)]
         if self.here == 0:
             self.store.set(self.key(attempt, "begins"), begins)
@@ -228,6 +229,38 @@ class Exchange:
         until = time.monotonic() + SILENCE_SECONDS
         while not store.check(names) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
+
+
+def _keep_store(address: str, port: int, timeout_seconds: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        raise RankError(f"{address}:{port} is taken ({_first_line(error)})") from None
+
+
+def _join_store(
+    address: str, port: int, timeout_seconds: float, interrupts: Interrupts
+) -> TCPStore:
+    """In short tries, since no signal reaches one."""
+    until = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            store = TCPStore(
+                address, port, is_master=False, timeout=_ONE_TRY, wait_for_workers=False
+            )
+        except dist.DistError as error:
+            if interrupts.count:
+                raise KeyboardInterrupt from None
+            if time.monotonic() > until:
+                raise RankError(
+                    f"{address}:{port} does not answer; is machine 0 started? "
+                    f"({_first_line(error)})"
+                ) from None
+            time.sleep(_POLL_SECONDS)
+            continue
+        store.set_timeout(timedelta(seconds=timeout_seconds))
+        return store
 
 
 def _first_line(error: Exception) -> str:

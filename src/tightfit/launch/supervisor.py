@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.errors import Interrupted, RankError, TightfitError
+from tightfit.errors import ConfigError, Interrupted, RankError, TightfitError
 from tightfit.facts.job import Job
 from tightfit.launch.environment import BEGIN, RankPlace
 from tightfit.launch.failures import Cause, Failure, first_cause
@@ -42,7 +42,7 @@ def supervise(job: Job, command: Sequence[str], say: Callable[[str], None]) -> N
         KeyboardInterrupt: the user has stopped it, and it has not.
     """
     with Interrupts() as interrupts:
-        machines = Machines.meet(job)
+        machines = Machines.meet(job, interrupts)
         attempt, begins = machines.first_attempt(), AS_THE_JOB_SAYS
         while True:
             begins = machines.begin(attempt, begins, interrupts)
@@ -52,7 +52,7 @@ def supervise(job: Job, command: Sequence[str], say: Callable[[str], None]) -> N
             if not _may_start_again(failure, job.max_restarts - attempt):
                 raise _as_error(failure)
             attempt += 1
-            begins, said = begins_again(job)
+            begins, said = _begins_again(job, failure)
             say(f"{failure}\nall ranks start again {said}; restart {attempt} of {job.max_restarts}")
 
 
@@ -146,6 +146,14 @@ def _with_suspects(cause: Failure, silent: list[int]) -> Failure:
 def _may_start_again(failure: Failure, restarts_left: int) -> bool:
     """A mistake of the user would be one again, and what the user has stopped stays so."""
     return restarts_left > 0 and failure.exit_code == 1 and failure.cause not in _BY_THE_USER
+
+
+def _begins_again(job: Job, failure: Failure) -> tuple[str, str]:
+    try:
+        return begins_again(job)
+    except ConfigError as error:
+        said = f"{failure}\nthe ranks cannot start again: {error}"
+        raise RankError(said, failure.exit_code) from None
 
 
 def _stopped() -> Failure:
