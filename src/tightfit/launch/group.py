@@ -6,6 +6,7 @@ hang or crash in the libraries is a message. Does not know what ranks do togethe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from tightfit.errors import RankError
 from tightfit.launch.agreement import Facts, check_agreement
 from tightfit.launch.environment import RankPlace
+from tightfit.launch.network import interface_towards
 
 Value = TypeVar("Value")
 
@@ -57,6 +59,8 @@ def process_group(
     if device_kind == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
+    elif place.machines > 1:
+        _show_gloo_the_way(place)
     dist.init_process_group(
         "gloo" if device is None else "nccl",
         store=store,
@@ -74,6 +78,12 @@ def process_group(
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _show_gloo_the_way(place: RankPlace) -> None:
+    interface = interface_towards(place.master_address, place.master_port)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _store(place: RankPlace, timeout: timedelta) -> Store:
