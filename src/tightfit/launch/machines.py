@@ -40,6 +40,7 @@ class Machines:
         address, port: of the store.
         ranks_each: ranks of a machine.
         timeout_seconds: how long machines wait for each other before ranks are started.
+        cut_off: machine 0 was silent; a call may hang in the old connection to it.
     """
 
     here: int
@@ -49,6 +50,7 @@ class Machines:
     ranks_each: int
     timeout_seconds: float
     store: Store
+    cut_off: bool = False
 
     @classmethod
     def meet(cls, job: Job, interrupts: Interrupts) -> Machines:
@@ -91,6 +93,9 @@ class Machines:
         """
         if self.count == 1:
             return begins
+        if self.cut_off:
+            self.store = _join_store(self.address, self.port, self.timeout_seconds, interrupts)
+            self.cut_off = False
         try:
             return self._begin(attempt, begins, interrupts)
         except dist.DistError as error:
@@ -154,7 +159,9 @@ class Exchange:
     ) -> None:
         """Let the others know; machine 0, which keeps the store, until all of them do."""
         self._leaving.set()
-        if self._thread is not None:
+        if self.machines.here != 0 and self._thread is not None and self._silent():
+            self.machines.cut_off = True
+        elif self._thread is not None:
             self._thread.join(SILENCE_SECONDS)
 
     def failures(self) -> list[Failure]:
