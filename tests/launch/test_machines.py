@@ -136,7 +136,8 @@ def test_machine_0_that_goes_before_the_next_attempt_is_named(
     save.mkdir(parents=True)
     command = script("if place.rank == 0: os._exit(1)\nwait_for_the_end()")
     first = supervisor(command, **two, max_restarts=1)
-    keys = {**two, "node_rank": 1, "max_restarts": 1, "output_dir": str(tmp_path / "elsewhere")}
+    elsewhere = str(tmp_path / "elsewhere")
+    keys = {**two, "node_rank": 1, "max_restarts": 1, "output_dir": elsewhere, "ddp_timeout": 20}
     with pytest.raises(RankError, match="machine 0 is gone"):
         supervise(job(**keys), command, print)
     _, said = first.communicate()

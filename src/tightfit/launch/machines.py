@@ -159,7 +159,8 @@ class Exchange:
     ) -> None:
         """Let the others know; machine 0, which keeps the store, until all of them do."""
         self._leaving.set()
-        if self.machines.here != 0 and self._thread is not None and self._silent():
+        hangs = self._thread is not None and self._thread.is_alive() and not self._gone
+        if hangs and self.machines.here != 0 and self._silent():
             self.machines.cut_off = True
         elif self._thread is not None:
             self._thread.join(SILENCE_SECONDS)
