@@ -53,34 +53,31 @@ def test_a_rank_reads_its_shards_and_nothing_whole() -> None:
     assert kinds(found.table, Phase.LOAD, Tier.HOST) == {Kind.TRANSFER: EMBEDDING // 4}
 
 
-def test_states_are_read_one_by_one_and_adapters_at_once() -> None:
+def test_states_and_adapters_are_read_one_by_one() -> None:
     host = kinds(run().table, Phase.RESUME, Tier.HOST)
     assert host == {Kind.BUFFERS: EMBEDDING}
     lora = run(adapter=AdapterPolicy(rank=2))
-    assert kinds(lora.table, Phase.RESUME, Tier.HOST) == {Kind.BUFFERS: 4 * lora.trainable}
+    assert kinds(lora.table, Phase.RESUME, Tier.HOST) == {Kind.BUFFERS: 4 * 2 * 48}
 
 
 AWAY = PlacementPolicy(Tier.HOST, Tier.HOST, Tier.HOST)
 
 
 @pytest.mark.parametrize(
-    ("placement", "values"),
-    [(PlacementPolicy(), 1), (PlacementPolicy(Tier.HOST, Tier.HOST), 1), (AWAY, 0)],
+    ("placement", "largest"),
+    [
+        (PlacementPolicy(), EMBEDDING),
+        (PlacementPolicy(Tier.HOST, Tier.HOST), EMBEDDING),
+        (replace(AWAY, parameter_fraction=0.5), EMBEDDING),
+        (AWAY, 0),
+    ],
 )
-def test_files_of_a_card_are_copied_to_the_host(placement: PlacementPolicy, values: int) -> None:
-    """All parameters at once, where they are on the device; states take less, one by one."""
+def test_files_of_a_card_pass_through_the_host_one_tensor_at_a_time(
+    placement: PlacementPolicy, largest: int
+) -> None:
     assert Kind.BUFFERS not in kinds(run(placement=placement).table, Phase.SAVE, Tier.HOST)
     found = run(CARD, placement=placement)
-    copied = kinds(found.table, Phase.SAVE, Tier.HOST).get(Kind.BUFFERS, 0)
-    assert copied == 4 * values * found.trainable
-
-
-def test_only_what_is_on_the_device_is_copied() -> None:
-    found = run(CARD, placement=replace(AWAY, parameter_fraction=0.5))
-    copied = kinds(found.table, Phase.SAVE, Tier.HOST)[Kind.BUFFERS]
-    ends = 2 * EMBEDDING + 4 * 32
-    layers = 4 * found.trainable - ends
-    assert copied == ends + layers // 2
+    assert kinds(found.table, Phase.SAVE, Tier.HOST).get(Kind.BUFFERS, 0) == largest
 
 
 @pytest.mark.parametrize("card", [None, CARD])
@@ -90,10 +87,10 @@ def test_states_on_a_disk_are_read_one_parameter_at_a_time(card: tuple[int, int]
     assert read == 2 * EMBEDDING + 4, "both moments and the counter"
 
 
-def test_parameters_on_a_disk_are_read_for_the_file() -> None:
+def test_parameters_on_a_disk_are_read_for_the_file_one_by_one() -> None:
     found = run(placement=PlacementPolicy(Tier.NVME, Tier.NVME, Tier.NVME))
-    read = kinds(found.table, Phase.SAVE, Tier.HOST)[Kind.BUFFERS]
-    assert read == 4 * found.trainable
+    host = kinds(found.table, Phase.SAVE, Tier.HOST)
+    assert EMBEDDING <= host[Kind.BUFFERS] + host.get(Kind.PARAMETERS, 0) <= 2 * EMBEDDING + 4
 
 
 def test_only_a_card_has_an_allocator() -> None:

@@ -6,7 +6,6 @@ Fake tensors cannot be followed to the disk; what reads and writes files is said
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -27,31 +26,30 @@ def fill(name: str, values: torch.Tensor, region: Region) -> None:
 
 
 def resume(engine: Engine) -> None:
-    """The states of a checkpoint are read one by one into those that were just made; adapters
-    are read at once (training/checkpoint.py)."""
-    parameters = list(engine.model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
+    """The states of a checkpoint, and adapters, are read one by one into those that were just
+    made (training/checkpoint.py)."""
+    trained = [p for p in engine.model.parameters() if p.requires_grad]
     with ledger.phase(Phase.RESUME):
         _hold_on_host(max(4 * local_part(p).numel() for p in trained))  # states are fp32
-        if len(trained) < len(parameters):
-            _open_section("adapters")
-            _hold_on_host(sum(_bytes(local_part(p)) for p in trained))
 
 
 def save(engine: Engine, policies: Policies, *, card: bool) -> None:
-    """Files are written from where tensors are. Those of a card are copied to the host first: the
-    model all at once (safetensors 0.8, `_flatten_as_ptr`), the states one by one. What is on a
-    disk is read: parameters by the state dict, states one parameter's at a time."""
+    """Files are written from where tensors are, each rank its parts (training/checkpoint.py). Those
+    of a card are copied to the host first, one by one. What is on a disk is read: one parameter,
+    and the states of one, at a time."""
+    engine.drain()
     ledger.set_phase(Phase.SAVE)
     placement = policies.placement
-    shown = {} if placement.parameters is Tier.DEVICE else engine.model.state_dict()
-    _hold_on_host(_on_device_bytes(engine, shown) if card else 0)
-    del shown
+    trained = [p for p in engine.model.parameters() if p.requires_grad]
+    for parameter in trained:
+        values = engine.values(parameter)
+        if card and _is_same(values, local_part(parameter)):
+            _hold_on_host(_bytes(values))
+        del values
     _open_section("states")
     entries = [
         [math.prod(shape) * dtype.itemsize for dtype, shape in states.values()]
-        for parameter in engine.model.parameters()
-        if parameter.requires_grad
+        for parameter in trained
         for states in [engine.optimizer.state_entries(parameter)]
     ]
     if placement.optimizer_states is Tier.NVME:
@@ -60,22 +58,9 @@ def save(engine: Engine, policies: Policies, *, card: bool) -> None:
         _hold_on_host(max(chain.from_iterable(entries), default=0))
 
 
-def _on_device_bytes(engine: Engine, shown: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of the file's parameters that are on the device.
-
-    Args:
-        shown: by name, what a state dict has in place of parameters that live elsewhere.
-    """
-    return sum(
-        _bytes(local_part(parameter))
-        for name, parameter in engine.model.named_parameters()
-        if parameter.requires_grad and _is_same(shown.get(name, parameter), parameter)
-    )
-
-
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = (local_part(tensor).untyped_storage()._cdata for tensor in (one, other))
-    return bool(first == second)
+    """Whether two tensors are of one memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _open_section(name: str) -> None:

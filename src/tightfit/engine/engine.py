@@ -175,6 +175,7 @@ class Engine:
                 yield
         finally:
             self.model.train(training)
+            self.ranks.settle()
             if self._stream is not None:
                 self._stream.release()
 

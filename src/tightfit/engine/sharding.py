@@ -18,7 +18,7 @@ buffer as large as what it gathers, which lives until the next layer's copy is o
 layer to come is gathered ahead. Whole gradients of a layer live until they are copied to the buffer
 that is scattered, and that buffer until the next layer needs one. In stage 3 this makes up to 2 L
 in forward and 4 L in backward, and the root's R and its whole gradients stay to the end of
-backward. An evaluation leaves whole what a forward does, until the next backward or step.
+backward.
 
 All of these are `Kind.COLLECTIVES`, except gradients that wait whole for further micro-batches in
 stage 1. Stage 0 needs none: gradients are summed in their place.

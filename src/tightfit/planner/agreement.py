@@ -42,7 +42,7 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
         "precision": job.precision in ("auto", policies.precision.parameters),
         "attention": policies.attention == fixed.attention,
         "num_gpus": policies.sharding.ranks == fixed.sharding.ranks,
-        "zero_stage": policies.sharding.zero_stage in {each.zero_stage for each in options.shardings},
+        "zero_stage": policies.sharding.zero_stage in {s.zero_stage for s in options.shardings},
         "data_parallel_replicas": policies.sharding.replicas == fixed.sharding.replicas,
         "quantization_bit": policies.quantisation == fixed.quantisation,
         "finetuning_type": fixed.adapter is None or policies.adapter is not None,
