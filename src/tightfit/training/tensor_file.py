@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.engine.regions import Region
 from tightfit.engine.slab import memory_of
@@ -158,9 +159,10 @@ class TensorReader:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
-        """The values of a region, or all of them."""
+        """The values of a region, or all: pages of the mapped file, which no ledger counts."""
         file = self._file_of[name]
-        found: torch.Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
+        with _disable_current_modes():
+            found: torch.Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
         return found
 
 
