@@ -98,6 +98,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "disk": {"placement": PlacementPolicy(*[Tier.NVME] * 2, Tier.HOST, lazy_step=True)},
     "far": {"placement": PlacementPolicy(*[Tier.NVME] * 3, lazy_step=True)},
     "lora": {"adapter": AdapterPolicy(rank=2)},
+    "narrow": {"adapter": AdapterPolicy(rank=2, targets=("q_proj", "v_proj", "o_proj"))},
     "dropping": {"adapter": AdapterPolicy(rank=2, dropout=0.3)},
     "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
     "bf16": {"precision": PrecisionPolicy("bf16")},
@@ -200,7 +201,7 @@ TENSOR = {
     ],
 }
 # Every model in every way of sharing it, for the long proof.
-EVERY_MODEL = ["", "qwen2", "qwen3 chunk", "moe", "phi3 checkpoint", "gemma2 eager", "moe lora"]
+EVERY_MODEL = ["", "qwen2", "qwen3 chunk", "moe", "phi3 checkpoint", "gemma2 eager", "moe narrow"]
 TWO_BY_TWO = ["0 tp2", "1 tp2 accumulate", "2 tp2", "3 tp2", "3 hsdp2"]
 GRID = {
     2: [f"0 tp2 {model}" for model in [*EVERY_MODEL, "wide qlora", "lora far"]],

@@ -227,6 +227,25 @@ def test_blocks_of_4_bits_are_not_cut_through() -> None:
             fit(model, policies)
 
 
+@pytest.mark.parametrize(
+    ("words", "targets", "said"),
+    [
+        (["moe"], (), "adapter of model.layers.0.mlp.experts is not plain LoRA"),
+        (["llama", "untied"], ("embed_tokens",), "adapter of model.embed_tokens is not"),
+    ],
+)
+def test_adapters_on_other_layers_are_refused(
+    words: list[str], targets: tuple[str, ...], said: str
+) -> None:
+    policies = Policies(
+        adapter=AdapterPolicy(2, targets=targets), sharding=ShardingPolicy(2, tensor_parallel=2)
+    )
+    with fake_ranks(2), fake_tensors():
+        model = runs.make_model(policies, words)
+        with pytest.raises(UnsupportedError, match=said):
+            fit(model, policies)
+
+
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite"]
 
 

@@ -28,6 +28,7 @@ from tightfit.bill.table import Kind
 from tightfit.engine.collectives import enter, own_part, own_range
 from tightfit.engine.mesh import Dimension, Mesh
 from tightfit.engine.quantisation import QuantisedLinear
+from tightfit.engine.tensor_dropout import PartOfDropout
 from tightfit.engine.tensor_plan import (
     base_layer,
     check_sizes,
@@ -43,14 +44,12 @@ from tightfit.engine.tensor_styles import (
     Entrance,
     Experts,
     PartialGradient,
-    PartOfDropout,
     RepeatedColumns,
     Rows,
     Style,
     install,
 )
 from tightfit.engine.vocabulary import Vocabulary
-from tightfit.errors import UnsupportedError
 
 
 def apply_tensor_parallel(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -> Vocabulary:
@@ -161,12 +160,7 @@ class _Styles:
         return self._entrances[around]
 
     def _adapters(self, name: str, layer: Any, word: str) -> Iterator[tuple[nn.Module, Style]]:
-        """LoRA's two linear layers: where the base's outputs are divided B is, else A.
-
-        Raises:
-            UnsupportedError: another kind of adapter.
-        """
-        _check_adapter(name, layer)
+        """LoRA's two linear layers: where the base's outputs are divided B is, else A."""
         for adapter in layer.lora_A:
             first, second = layer.lora_A[adapter], layer.lora_B[adapter]
             if word.startswith("colwise"):
@@ -178,19 +172,6 @@ class _Styles:
                 layer.lora_dropout[adapter] = PartOfDropout(
                     dropout.p, first.in_features, self._group
                 )
-
-
-def _check_adapter(name: str, layer: Any) -> None:
-    others = [
-        key
-        for key in ("lora_embedding_A", "lora_magnitude_vector", "lora_ga_base")
-        if len(getattr(layer, key, ()))
-    ]
-    if others or not hasattr(layer, "lora_A"):
-        raise UnsupportedError(
-            f"the adapter of {name} is not plain LoRA on a linear layer, and tensor-parallel ranks "
-            "share only that: leave it out of lora_target, or set tensor_parallel_size 1"
-        )
 
 
 def _divide(styles: dict[nn.Module, Style], mesh: DeviceMesh) -> None:

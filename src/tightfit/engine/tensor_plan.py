@@ -29,8 +29,10 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
     """The style of each module that has one, by its name in the model.
 
     Raises:
-        UnsupportedError: the model has no plan, or one with a style that the engine does not know.
+        UnsupportedError: the model has no plan, or one with a style that the engine does not know,
+            or adapters on something else than linear layers.
     """
+    _check_adapters(model)
     if not model.config.get_text_config().base_model_tp_plan:
         raise UnsupportedError(
             f"a {model.config.model_type} model has no tensor-parallel plan in transformers; "
@@ -50,6 +52,20 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
     plan[names[model.get_input_embeddings()]] = "embedding_rowwise"
     plan[names[model.get_output_embeddings()]] = "colwise_gather_output"
     return plan
+
+
+def _check_adapters(model: PreTrainedModel) -> None:
+    for name, module in model.named_modules():
+        if not is_adapted(module):
+            continue
+        others = ("lora_embedding_A", "lora_magnitude_vector")
+        plain = hasattr(module, "lora_A") and not any(len(getattr(module, k, ())) for k in others)
+        if not (plain and isinstance(base_layer(module), nn.Linear)):
+            raise UnsupportedError(
+                f"the adapter of {name} is not plain LoRA on a linear layer, which is all that "
+                "tensor-parallel ranks can share: name linear layers in lora_target (such as "
+                "q_proj,k_proj,v_proj,o_proj), or set tensor_parallel_size 1"
+            )
 
 
 def _check_style(model: PreTrainedModel, name: str, module: nn.Module, style: str) -> None:
