@@ -106,6 +106,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "biased": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "moe": {"model_type": "qwen3_moe", "head_dim": 8, **EXPERTS},
@@ -181,6 +182,7 @@ TENSOR = {
         "0 tp2",
         "0 tp2 accumulate checkpoint chunk untied",
         "0 tp2 away slice accumulate inf",
+        "0 tp2 biased",
         "0 tp2 qwen2",
         "0 tp2 qwen3 chunk fail",
         "0 tp2 moe checkpoint",
@@ -190,7 +192,7 @@ TENSOR = {
     ],
     3: ["0 tp3 smollm2 slice host", "0 tp3 smollm2 lora chunk"],
     4: [
-        "0 tp4 accumulate",
+        "0 tp4 eager accumulate",
         "0 tp4 wide qlora",
         "0 tp2 accumulate chunk late",
         "1 tp2 accumulate slice",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tightfit.bill.table import Phase
@@ -25,6 +26,7 @@ from tightfit.dry_run.fakes import fake_tensors
 from tightfit.dry_run.ranks import fake_ranks
 from tightfit.engine.apply import fit
 from tightfit.engine.tensor_parallel import divided_dims
+from tightfit.engine.tensor_styles import Entrance
 from tightfit.errors import UnsupportedError
 from tightfit.facts.workload import Workload
 from tightfit.policies import AdapterPolicy, Policies, QuantisationPolicy, ShardingPolicy, Tier
@@ -204,6 +206,11 @@ REFUSED = [
         load_config({"model_type": "deepseek_v2", **runs.SIZES}), 2,
         "says mla_kv_a_proj for model.layers.0.self_attn.kv_a_proj_with_mqa",
     ),
+    (tiny(model_type="apertus"), 2, "does not say what becomes of model.layers.0.mlp.act_fn"),
+    (
+        load_config({**runs.SIZES, **runs.FAMILIES["moe"], "model_type": "qwen3_next"}), 2,
+        "does not say what becomes of model.layers.0.linear_attn.conv1d",
+    ),
 ]  # fmt: skip
 
 
@@ -255,6 +262,20 @@ def test_matrices_are_shared_out_and_norms_are_not(family: str) -> None:
     dims = divided_dims(model, model, 2)
     for name, parameter in model.named_parameters():
         assert (parameter in dims) == ("norm" not in name), name
+
+
+def test_layers_of_one_input_sum_its_gradient_once() -> None:
+    """Until the module around them returns: what comes then is another input, or none."""
+    with fake_ranks(2):
+        around = torch.nn.Identity()
+        entrance = Entrance(around, dist.group.WORLD)
+        first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        entered = entrance(first)
+        assert entrance(first) is entered
+        assert entrance(second) is not entered
+        entered = entrance(first)
+        around(first)
+        assert entrance(first) is not entered
 
 
 def test_few_key_heads_are_whole_on_every_rank() -> None:

@@ -30,7 +30,8 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
 
     Raises:
         UnsupportedError: the model has no plan, or one with a style that the engine does not know,
-            or adapters on something else than linear layers.
+            or adapters on something else than linear layers, or layers that it leaves out although
+            their inputs may be divided.
     """
     _check_adapters(model)
     if not model.config.get_text_config().base_model_tp_plan:
@@ -51,6 +52,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
     names = {module: name for name, module in model.named_modules()}
     plan[names[model.get_input_embeddings()]] = "embedding_rowwise"
     plan[names[model.get_output_embeddings()]] = "colwise_gather_output"
+    _check_the_rest(model, plan)
     return plan
 
 
@@ -65,6 +67,20 @@ def _check_adapters(model: PreTrainedModel) -> None:
                 f"the adapter of {name} is not plain LoRA on a linear layer, which is all that "
                 "tensor-parallel ranks can share: name linear layers in lora_target (such as "
                 "q_proj,k_proj,v_proj,o_proj), or set tensor_parallel_size 1"
+            )
+
+
+def _check_the_rest(model: PreTrainedModel, plan: dict[str, str]) -> None:
+    """What is whole on every rank must see what is whole, or its gradient is a part unnoticed."""
+    divide = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    planned = {base_layer(model.get_submodule(name)) for name in plan}
+    for name, module in model.named_modules():
+        beside = name.rpartition(".")[0] in divide and base_layer(module) not in planned
+        if module._parameters and (beside or isinstance(module, nn.Conv1d)):
+            raise UnsupportedError(
+                f"the tensor-parallel plan of {model.config.model_type} does not say what becomes "
+                f"of {name}, beside layers whose outputs are divided: set tensor_parallel_size 1 "
+                "and use zero_stage 3"
             )
 
 
