@@ -267,8 +267,9 @@ def test_matrices_are_shared_out_and_norms_are_not(family: str) -> None:
 def test_layers_of_one_input_sum_its_gradient_once() -> None:
     """Until the module around them returns: what comes then is another input, or none."""
     with fake_ranks(2):
-        around = torch.nn.Identity()
-        entrance = Entrance(around, dist.group.WORLD)
+        around, group = torch.nn.Identity(), dist.group.WORLD
+        assert group is not None
+        entrance = Entrance(around, group)
         first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
         entered = entrance(first)
         assert entrance(first) is entered
