@@ -110,7 +110,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "moe": {"model_type": "qwen3_moe", "head_dim": 8, **EXPERTS},
-    "phi3": {"model_type": "phi3", "resid_pdrop": 0.2},  # whole values that are dropped
+    "phi3": {"model_type": "phi3"},
+    "droppy": {"model_type": "phi3", "resid_pdrop": 0.2},  # whole values that are dropped
     "gemma2": {"model_type": "gemma2", "head_dim": 8},  # scaled embedding, capped logits
     "wide": {"hidden_size": 256, "intermediate_size": 256},  # whole blocks of 4-bit weights
     "smollm2": {
@@ -186,7 +187,7 @@ TENSOR = {
         "0 tp2 qwen2",
         "0 tp2 qwen3 chunk fail",
         "0 tp2 moe checkpoint",
-        "0 tp2 phi3",
+        "0 tp2 droppy",
         "0 tp2 dropping chunk",
         "0 tp2 bf16 chunk untied",
     ],
@@ -206,7 +207,7 @@ TENSOR = {
 EVERY_MODEL = ["", "qwen2", "qwen3 chunk", "moe", "phi3 checkpoint", "gemma2 eager", "moe narrow"]
 TWO_BY_TWO = ["0 tp2", "1 tp2 accumulate", "2 tp2", "3 tp2", "3 hsdp2"]
 GRID = {
-    2: [f"0 tp2 {model}" for model in [*EVERY_MODEL, "wide qlora", "lora far"]],
+    2: [f"0 tp2 {model}" for model in [*EVERY_MODEL, "droppy", "wide qlora", "lora far"]],
     3: [f"0 tp3 smollm2 {words}" for words in ("", "chunk", "slice accumulate", "lora")],
     4: [
         *(f"{sharing} {model}" for sharing in TWO_BY_TWO for model in EVERY_MODEL),

@@ -50,7 +50,8 @@ CASES = [(ranks, case) for ranks, cases in runs.TENSOR.items() for case in cases
 LOSS = {"fp32": 1e-6, "bf16": 1e-3}  # relative
 NORM = {"fp32": 1e-6, "bf16": 1e-2}  # relative
 PARAMETERS = {"fp32": 2e-5, "bf16": 2e-2}
-SENSITIVE = 5e-4  # of adapters on 4 bits: B begins at zero
+SENSITIVE = 5e-4  # parameters of adapters on 4 bits: B begins at zero
+LATER = 1e-4  # norms after twenty steps: each step's differences grow in the next
 
 
 def of_its_type(case: str, tolerances: dict[str, float]) -> float:
@@ -93,7 +94,7 @@ def check_numbers(folder: Path, ranks: int, case: str, steps: int) -> None:
     if "inf" in case.split():  # of one rank alone
         losses[runs.UNUSUAL] = math.inf
     assert losses == pytest.approx(alone["losses"], rel=of_its_type(case, LOSS))
-    norm = of_its_type(case, NORM)
+    norm = of_its_type(case, NORM) if steps == runs.STEPS else LATER
     assert first["norms"] == pytest.approx(alone["norms"], rel=norm, nan_ok=True)
     assert math.isnan(first["norms"][runs.UNUSUAL]) == ("inf" in case.split())
     tolerance = SENSITIVE if "qlora" in case else of_its_type(case, PARAMETERS) * steps / 5
