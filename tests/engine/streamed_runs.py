@@ -35,6 +35,7 @@ from tightfit.engine.adapter import apply_adapter, import_library
 from tightfit.engine.checkpointing import apply_checkpointing
 from tightfit.engine.layers import decoder_layers
 from tightfit.engine.loss import apply_loss
+from tightfit.engine.mesh import Mesh
 from tightfit.engine.quantisation import apply_quantisation
 from tightfit.engine.quantisation import import_library as import_quantisation
 from tightfit.engine.ranks import Ranks
@@ -188,7 +189,8 @@ def prepare(case: str, *, streaming: bool, fake: bool) -> Run:
     apply_loss(model, LossPolicy(LossKind.CHUNKED if "chunk" in words else LossKind.FULL, 5))
     apply_checkpointing(model, CheckpointingPolicy("checkpoint" in words))
     root.train()
-    ranks = apply_sharding(root, model, policies)
+    mesh = Mesh(policies.sharding, torch.device("cpu"))
+    ranks = apply_sharding(root, model, policies, mesh)
     stream = None
     if streaming:
         units = units_of(root, model, gathered=policies.sharding.zero_stage > 0)
