@@ -283,6 +283,25 @@ def test_tensor_parallelism_leaves_norms_whole() -> None:
     assert tensor_state_bytes(model, policies)[Tier.DEVICE][Kind.PARAMETERS] == 4 * (8 * 2 + 6)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_replica_is_shared_by_its_own_ranks_alone(stage: int) -> None:
+    """8 ranks as 2 replicas hold what 4 ranks do."""
+    replicas = Policies(sharding=ShardingPolicy(8, stage, replicas=2))
+    alone = Policies(sharding=ShardingPolicy(4, stage))
+    assert tensor_state_bytes(LAYERED, replicas) == tensor_state_bytes(LAYERED, alone)
+
+
+def test_parts_of_4_bit_weights_have_scales_of_their_own() -> None:
+    weight = Tensor((64, 256), divided_dim=0, trainable=False, quantised=True)
+    model = ModelTensors((), ((weight,),), ())
+    policies = Policies(
+        adapter=AdapterPolicy(), quantisation=QuantisationPolicy(), sharding=ShardingPolicy(2, 0, 2)
+    )
+    values = 32 * 256
+    held = tensor_state_bytes(model, policies)[Tier.DEVICE][Kind.PARAMETERS]
+    assert held == values // 2 + 4 * values // 64
+
+
 SHAPES = st.lists(st.integers(1, 50), min_size=1, max_size=2).map(tuple)
 GROUPS = st.lists(st.builds(Tensor, SHAPES, trainable=st.booleans()), min_size=1, max_size=4).map(
     tuple

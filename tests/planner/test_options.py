@@ -19,6 +19,7 @@ from tightfit.policies import (
     LossPolicy,
     PlacementPolicy,
     Policies,
+    ShardingPolicy,
     Tier,
 )
 
@@ -93,6 +94,16 @@ def test_the_leanest_have_the_loss_that_is_asked_for(job: MakeJob, loss: str) ->
         ({"per_device_train_batch_size": 2}, "batch", BatchPolicy(2, 2)),
         ({"gradient_accumulation_steps": 4}, "batch", BatchPolicy(1, 4)),
         ({"finetuning_type": "lora"}, "adapter", AdapterPolicy(8, 16.0, 0.0, ())),
+        (
+            {"num_gpus": 4, "tensor_parallel_size": 2, "zero_stage": 1},
+            "sharding",
+            ShardingPolicy(4, 1, tensor_parallel=2),
+        ),
+        (  # replicas of what is shared out; nothing would be in stage 0
+            {"num_gpus": 4, "data_parallel_replicas": 2},
+            "sharding",
+            ShardingPolicy(4, 3, replicas=2),
+        ),
     ],
 )
 def test_a_key_that_is_set_is_in_every_candidate(
