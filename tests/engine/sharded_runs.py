@@ -184,23 +184,23 @@ TENSOR = {
         "0 tp2 accumulate checkpoint chunk untied",
         "0 tp2 away slice accumulate inf",
         "0 tp2 biased",
-        "0 tp2 qwen2",
+        "0 tp2 empty qwen2",
         "0 tp2 qwen3 chunk fail",
-        "0 tp2 moe checkpoint",
-        "0 tp2 droppy",
+        "0 tp2 empty moe checkpoint",
+        "0 tp2 empty droppy",
         "0 tp2 dropping chunk",
         "0 tp2 bf16 chunk untied",
     ],
     3: ["0 tp3 smollm2 slice host", "0 tp3 smollm2 lora chunk"],
     4: [
         "0 tp4 eager accumulate",
-        "0 tp4 wide qlora",
+        "0 tp4 empty wide qlora",
         "0 tp2 accumulate chunk late",
         "1 tp2 accumulate slice",
         "2 tp2 checkpoint inf",
-        "3 tp2 moe accumulate untied",
+        "3 tp2 empty moe accumulate untied",
         "3 tp2 qwen2 host chunk discard",
-        "3 tp2 lora away",
+        "3 tp2 empty lora away",
     ],
 }
 # Every model in every way of sharing it, for the long proof.
@@ -316,7 +316,7 @@ def run(
             model, values = without_values(model)
         else:
             counting.adopt(model, Tier.HOST if on_host else None)
-        apply_quantisation(model, policies.quantisation)
+            apply_quantisation(model, policies.quantisation)
         engine = fit(model, policies, offload_folder=folder / "disk", values=values)
     for step in range(FAKE_STEPS if fake else STEPS):
         counting.chapter = str(step)

@@ -155,7 +155,11 @@ def test_no_rank_takes_more_than_the_first(folder: Path, ranks: int, case: str) 
             assert all(count <= first[phase][tier] for tier, count in tiers.items()), phase
 
 
-BILLED = [(2, "0 tp2 moe checkpoint"), (4, "2 tp2 checkpoint inf"), (4, "3 tp2 lora away")]
+BILLED = [
+    (2, "0 tp2 empty moe checkpoint"),
+    (4, "2 tp2 checkpoint inf"),
+    (4, "3 tp2 empty lora away"),
+]
 
 
 @pytest.mark.parametrize(("ranks", "case"), BILLED)

@@ -34,11 +34,13 @@ class Leg:
 
     Attributes:
         ranks: 1, or 2 real ones.
+        tensor: how many of them share each layer's matrices.
         until: its last step.
     """
 
     ranks: int
     zero_stage: int
+    tensor: int
     until: int
     keys: Mapping[str, Any]
 
@@ -48,10 +50,11 @@ def run_leg(leg: Leg, plan: Plan, job: Mapping[str, Any], folder: Path, *, resum
     made = Job(**{**job, **leg.keys, "max_steps": leg.until, "output_dir": str(folder)})
     prepared = runs.prepare(made.model_copy(update={"resume": resume}))
     micro = 1 if leg.ranks > 1 else 2
-    batch = BatchPolicy(micro, made.global_batch_size // micro // leg.ranks)
+    sharding = ShardingPolicy(leg.ranks, leg.zero_stage, leg.tensor)
+    batch = BatchPolicy(micro, made.global_batch_size // micro // sharding.data_parallel)
     policies = replace(
         plan.policies,
-        sharding=ShardingPolicy(leg.ranks, leg.zero_stage),
+        sharding=sharding,
         batch=batch,
         optimizer=replace(plan.policies.optimizer, name=OptimizerName(made.optim)),
     )

@@ -29,8 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "8bit": {"optim": "adamw_8bit"},
 }
 LATER = 3
-# Legs by the number of ranks, the stage and the last step.
-CASES: dict[str, list[tuple[int, int, int]]] = {
+TENSOR = "tensor"
+# Legs by the number of ranks, the stage (or what else they share) and the last step.
+CASES: dict[str, list[tuple[int, int | str, int]]] = {
     "full on 1": [(1, 0, STEPS)],
     "full on 2, stage 0": [(2, 0, STEPS)],
     "full on 2, stage 1": [(2, 1, STEPS)],
@@ -40,6 +41,11 @@ CASES: dict[str, list[tuple[int, int, int]]] = {
     "full from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
     "full from stage 1 to stage 3": [(2, 1, LATER), (2, 3, STEPS)],
     "full from stage 3 to stage 0": [(2, 3, LATER), (2, 0, STEPS)],
+    "full on 2, tensor parallel": [(2, TENSOR, STEPS)],
+    "full from tensor parallel to 1": [(2, TENSOR, LATER), (1, 0, STEPS)],
+    "full from stage 3 to tensor parallel": [(2, 3, LATER), (2, TENSOR, STEPS)],
+    "lora from tensor parallel to stage 3": [(2, TENSOR, LATER), (2, 3, STEPS)],
+    "8bit from tensor parallel to 1": [(2, TENSOR, LATER), (1, 0, STEPS)],
     "lora on 1": [(1, 0, STEPS)],
     "lora on 2, stage 3": [(2, 3, STEPS)],
     "lora from 2 to 1": [(2, 2, LATER), (1, 0, STEPS)],
@@ -91,9 +97,10 @@ def _run_all(
     for name, number in legs:
         if len(CASES[name]) < number:
             continue
-        ranks, stage, until = CASES[name][number - 1]
+        ranks, shared, until = CASES[name][number - 1]
         kind = name.split()[0]
-        leg = Leg(ranks, stage, until, KINDS[kind])
+        stage = shared if isinstance(shared, int) else 0
+        leg = Leg(ranks, stage, ranks if shared == TENSOR else 1, until, KINDS[kind])
         if ranks == 1:
             run_leg(leg, plans[kind], job, root / name, resume=number > 1)
         else:

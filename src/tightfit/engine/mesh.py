@@ -50,6 +50,7 @@ class Mesh:
 
     def __init__(self, policy: ShardingPolicy, device: torch.device) -> None:
         _check_ranks(policy)
+        self.device = device
         self._sizes = {
             Dimension.PIPELINE: policy.pipeline_parallel,
             Dimension.REPLICATE: policy.data_parallel // policy.shards,
@@ -105,6 +106,12 @@ def is_shard(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 has it: it is a part that is gathered before it is used."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     return Dimension.SHARD in (names or ())
+
+
+def is_divided(parameter: torch.Tensor) -> bool:
+    """Whether each rank of a tensor group has a part of it; the innermost dimension is theirs."""
+    assert isinstance(parameter, DTensor)
+    return not parameter.placements[-1].is_replicate()
 
 
 def _check_ranks(policy: ShardingPolicy) -> None:

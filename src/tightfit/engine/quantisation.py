@@ -126,6 +126,8 @@ class QuantisedLinear(nn.Linear):
             codes, then the offset of all; None unless doubly quantised.
         scale_values: fp32 `[256]`, the numbers that codes stand for; one for all layers.
         is_transposed: whether files have the weight as `[in, out]`.
+        whole_shape, whole_policy: what it was made of.
+        kept: the rows and columns of it that are left, where some are not.
     """
 
     weight: nn.Parameter
@@ -133,6 +135,7 @@ class QuantisedLinear(nn.Linear):
     group_scales: nn.Parameter | None
     scale_values: torch.Tensor
     is_transposed = False
+    kept: tuple[slice, slice] | None = None
 
     def __init__(
         self,
@@ -144,7 +147,8 @@ class QuantisedLinear(nn.Linear):
         """Quantise `weight`, `[out, in]` of any strides, and freeze `bias`."""
         nn.Module.__init__(self)  # not Linear's, which makes a whole weight
         self.out_features, self.in_features = weight.shape
-        self.policy = policy
+        self.whole_shape = (self.out_features, self.in_features)
+        self.policy = self.whole_policy = policy
         parts = quantised_parts(weight, policy, scale_values)
         for name in _PARTS:
             self.register_parameter(name, _frozen(parts[name]) if name in parts else None)
@@ -176,6 +180,7 @@ class QuantisedLinear(nn.Linear):
         Scales are fp32 afterwards, which they were made from: what is kept is the same to the bit,
         and a part would cut through groups of scales.
         """
+        self.kept = (rows, columns)
         block = self.policy.block
         scales = self._dequantised_scales().view(self.out_features, -1)
         scales = scales[rows, columns.start // block : columns.stop // block]
@@ -200,7 +205,11 @@ class QuantisedLinear(nn.Linear):
             return self.scales.view(torch.float32).view(-1)
         group_scales = self.group_scales.view(torch.float32).view(-1)
         scales: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-            self.scales, group_scales[:-1], self.scale_values, SCALES_PER_GROUP, torch.float32
+            self.scales,
+            group_scales[:-1],
+            self.scale_values.to(self.scales.device),  # of layers on meta, nowhere else
+            SCALES_PER_GROUP,
+            torch.float32,
         )
         return scales.add_(group_scales[-1])
 
@@ -289,20 +298,23 @@ def quantising(fill: Fill, model: PreTrainedModel, dtype: torch.dtype) -> Fill:
         path, _, part = name.rpartition(".")
         layer = layers.get(path)
         if layer is None or part == "bias":
+            made.clear()
             fill(name, values, region)
             return
         if name not in made:
             made.clear()
-            shape = (layer.out_features, layer.in_features)
+            shape = layer.whole_shape
             with ledger.labelled(Kind.TRANSFER, Tier.HOST):
                 weight = torch.empty(shape[::-1] if layer.is_transposed else shape, dtype=dtype)
             fill(f"{path}.weight", weight, whole(weight))
             with ledger.labelled(Kind.TEMPORARIES):
                 on_device = weight.to(layer.scale_values.device)
                 rows_first = on_device.T if layer.is_transposed else on_device
-                parts = quantised_parts(rows_first, layer.policy, layer.scale_values)
-            made.update({f"{path}.{key}": tensor for key, tensor in parts.items()})
-        values.copy_(made.pop(name)[region])
+                same = QuantisedLinear(rows_first, None, layer.whole_policy, layer.scale_values)
+                if layer.kept is not None:
+                    same.keep(*layer.kept)
+            made.update({f"{path}.{key}": p.detach() for key, p in same.named_parameters()})
+        values.copy_(made[name][region])
 
     return fill_quantised
 

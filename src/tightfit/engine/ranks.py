@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tightfit.engine.clipping import Gradients, total_norm
+from tightfit.engine.mesh import is_divided
 from tightfit.errors import ConfigError
 from tightfit.ledger import local_part
 
@@ -213,12 +214,10 @@ class TensorGroup:
     Args:
         data: those that have the same part of each matrix; see `Ranks`.
         group: those that have the other parts.
-        divided: parameters of which each rank of the group has a part; all have the others.
+        device: where they compute.
     """
 
-    def __init__(
-        self, data: Ranks, group: dist.ProcessGroup, divided: Iterable[nn.Parameter]
-    ) -> None:
+    def __init__(self, data: Ranks, group: dist.ProcessGroup, device: torch.device) -> None:
         self.data_rank = data.data_rank
         self.data_ranks = data.data_ranks
         self.is_first = data.is_first and dist.get_rank(group) == 0
@@ -230,18 +229,17 @@ class TensorGroup:
         self.discard_gradients = data.discard_gradients
         self._data = data
         self._group = group
-        self._divided = frozenset(divided)
+        self._device = device
 
     def global_norm(
         self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
     ) -> torch.Tensor:
         """Parts are added up over the group, and what all have is counted once."""
-        parts = {p: g for p, g in gradients.items() if p in self._divided}
+        parts = {p: g for p, g in gradients.items() if is_divided(p)}
         norm = self._data.global_norm(parts, known)
-        device = next(iter(self._divided)).device
-        square = norm.to(device, torch.float64).square()
+        square = norm.to(self._device, torch.float64).square()
         dist.all_reduce(square, group=self._group)
-        wholes = {p: g for p, g in gradients.items() if p not in self._divided}
+        wholes = {p: g for p, g in gradients.items() if not is_divided(p)}
         square += self._data.global_norm(wholes, known).to(square).square()
         return square.sqrt().to(norm.device, norm.dtype)
 

@@ -1,17 +1,33 @@
-"""Which part of a whole tensor a rank holds, as one box of rows and columns.
+"""Which part of a whole tensor a rank holds, as boxes of it.
 
-Whatever shares a tensor out (FSDP2 by rows, tensor parallel by rows or columns, both), a rank's
-part is a region of it, so that files hold whole tensors and every rank reads and writes its own.
-Knows nothing of files.
+Files hold whole tensors, and every rank reads and writes its own part of them. Whatever shares a
+tensor out (FSDP2 by rows, tensor parallel by rows or columns, both, or each of several weights that
+a layer keeps in one), that part is a few boxes; mostly one. Knows nothing of files.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import product
+
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from tightfit.engine.collectives import own_range
+from tightfit.engine.mesh import Dimension
+from tightfit.ledger import local_part
 
 Region = tuple[slice, ...]
+_Runs = list[tuple[int, int]]  # first and end of what is kept of one dimension, in order
+
+
+@dataclass(frozen=True)
+class Box:
+    """Values that are together in the whole tensor and in the part."""
+
+    of_whole: Region
+    of_part: Region
 
 
 def whole(tensor: torch.Tensor) -> Region:
@@ -19,11 +35,72 @@ def whole(tensor: torch.Tensor) -> Region:
     return tuple(slice(0, size) for size in tensor.shape)
 
 
-def region_of(tensor: torch.Tensor) -> Region:
-    """Where this rank's part lies in `tensor`; an empty region where it holds nothing."""
-    if not isinstance(tensor, DTensor):
-        return whole(tensor)
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds all of it, as then all ranks do."""
+    return all(box.of_whole == whole(tensor) for box in boxes_of(tensor))
+
+
+def boxes_of(tensor: torch.Tensor) -> list[Box]:
+    """Where this rank's part lies in `tensor`, in order; boxes may be empty."""
+    runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        # Tensor-parallel ranks, who are innermost, share out first, and others what they have.
+        for index, placement in reversed(list(enumerate(tensor.placements))):
+            if isinstance(placement, Shard | _StridedShard):
+                ranks, rank = (
+                    tensor.device_mesh.size(index),
+                    tensor.device_mesh.get_local_rank(index),
+                )
+                pieces = 1
+                if isinstance(placement, _StridedShard) and names[index] == Dimension.TENSOR:
+                    pieces = int(placement.split_factor)
+                cut = _pieces(runs[placement.dim], pieces)
+                runs[placement.dim] = [run for piece in cut for run in _own(piece, ranks, rank)]
+    boxes = []
+    for chosen in product(*(_places(dimension) for dimension in runs)):
+        boxes.append(Box(tuple(of for of, _ in chosen), tuple(in_part for _, in_part in chosen)))
+    return boxes
+
+
+def part_of(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `values`, which are whole, as it holds its part of `tensor`."""
+    boxes = boxes_of(tensor)
+    if len(boxes) == 1:
+        return values[boxes[0].of_whole]
+    part = values.new_empty(local_part(tensor).shape)
+    for box in boxes:
+        part[box.of_part] = values[box.of_whole]
+    return part
+
+
+def _pieces(runs: _Runs, count: int) -> list[_Runs]:
+    """A dimension that nobody has cut yet, in equal pieces."""
+    if count == 1:
+        return [runs]
+    ((first, end),) = runs
+    size = (end - first) // count
+    return [[(first + i * size, first + (i + 1) * size)] for i in range(count)]
+
+
+def _own(runs: _Runs, ranks: int, rank: int) -> _Runs:
+    """One rank's share of what `runs` keep, laid end to end."""
+    first, size = own_range(sum(end - begin for begin, end in runs), ranks, rank)
+    kept: _Runs = []
+    passed = 0
+    for begin, end in runs:
+        low = max(begin, begin + first - passed)
+        high = min(end, begin + first + size - passed)
+        if low < high:
+            kept.append((low, high))
+        passed += end - begin
+    return kept or [(0, 0)]
+
+
+def _places(runs: _Runs) -> list[tuple[slice, slice]]:
+    """Each run in the whole and in the part."""
+    places, passed = [], 0
+    for begin, end in runs:
+        places.append((slice(begin, end), slice(passed, passed + end - begin)))
+        passed += end - begin
+    return places

@@ -41,7 +41,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tightfit import ledger
@@ -72,8 +71,7 @@ def apply_sharding(
     ranks = _data_ranks(root, model, policies, mesh)
     if mesh.size(Dimension.TENSOR) == 1:
         return ranks
-    divided = [p for p in root.parameters() if p.requires_grad and _is_divided(p)]
-    return TensorGroup(ranks, mesh.group(Dimension.TENSOR), divided)
+    return TensorGroup(ranks, mesh.group(Dimension.TENSOR), mesh.device)
 
 
 def _data_ranks(root: nn.Module, model: PreTrainedModel, policies: Policies, mesh: Mesh) -> Ranks:
@@ -84,12 +82,6 @@ def _data_ranks(root: nn.Module, model: PreTrainedModel, policies: Policies, mes
     trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
     leave = policies.placement.gradients is not Tier.DEVICE
     return Replicas(mesh.group(Dimension.REPLICATE), root, trained, gradients_leave=leave)
-
-
-def _is_divided(parameter: nn.Parameter) -> bool:
-    """Whether each rank of a tensor group has a part of it; the innermost dimension is theirs."""
-    assert isinstance(parameter, DTensor)
-    return not parameter.placements[-1].is_replicate()
 
 
 def _check_types(root: nn.Module) -> None:

@@ -79,7 +79,7 @@ def apply_tensor_parallel(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -
     for module, style in styles.items():
         install(module, style)
     _fewer_heads(model, plan, group.size())
-    _draw_alike(group, next(root.parameters()).device)
+    _draw_alike(group, mesh.device)
     return Vocabulary(first, group)
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
-from tightfit.engine.regions import Region, region_of, whole
+from tightfit.engine.regions import Region, boxes_of, whole
 from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.ledger import local_part
 from tightfit.policies import Tier
@@ -34,7 +34,8 @@ class Unloaded:
     Args:
         model: changed in place: its parameters are on `device` and have no memory, its buffers do.
         fill: called with a parameter's name, a tensor on the host to fill, and which region of the
-            parameter that is. Buffers that are saved with the model are filled as well.
+            parameter that is, for each region of this rank's part. Buffers that are saved with the
+            model are filled as well.
 
     Raises:
         UnsupportedError: a buffer cannot be computed.
@@ -44,7 +45,7 @@ class Unloaded:
     def __init__(self, model: PreTrainedModel, device: torch.device, fill: Fill | None) -> None:
         self._device = device
         self._names: dict[nn.Parameter, str] = {}
-        self._places: list[tuple[nn.Module, str]] = []
+        self._places: list[tuple[nn.Module, str, str]] = []  # with the name of what is there
         self._memory: dict[int, torch.Tensor] = {}  # by storage, all of it: shards are padded
         if not is_unloaded(model):
             return
@@ -57,7 +58,7 @@ class Unloaded:
         _make_buffers(model, device, fill)
         self._names = {p: name for name, p in model.named_parameters() if p.is_meta}
         self._places = [
-            (module, own)
+            (module, own, self._names[parameter])
             for module in model.modules()
             for own, parameter in module.named_parameters(recurse=False)
             if parameter in self._names
@@ -92,7 +93,8 @@ class Unloaded:
         with ledger.labelled(Kind.TRANSFER, Tier.HOST):
             values = torch.empty(local_part(parameter).shape, dtype=parameter.dtype)
         with torch.no_grad():
-            self._fill(self._names[parameter], values, region_of(parameter))
+            for box in boxes_of(parameter):
+                self._fill(self._names[parameter], values[box.of_part], box.of_whole)
         return values
 
     def load_the_rest(self, has_moved: Callable[[nn.Parameter], bool]) -> None:
@@ -111,15 +113,17 @@ class Unloaded:
 
     def _exchange(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put what `make` gives for each parameter in its place, once for all places of it."""
-        names, replaced = dict(self._names), dict[nn.Parameter, nn.Parameter]()
-        for module, own in self._places:
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self._names = {}  # parameters that were shared out are others, in the same places
+        for module, own, name in self._places:
             old = getattr(module, own)
+            if old is None:
+                continue  # ranks that share a 4-bit weight keep it in fewer parts
             if old not in replaced:
                 new = make(old)
                 replaced[old] = new if new is old else nn.Parameter(new, old.requires_grad)
+                self._names[replaced[old]] = name
             setattr(module, own, replaced[old])
-        # Parameters that were shared out are others than those before, in the same places.
-        self._names = dict(zip(dict.fromkeys(replaced.values()), names.values(), strict=True))
 
     def _make_shards(self, group: FSDPParamGroup) -> None:
         """What FSDP2 makes of parameters that are on the device: shards with room for padding."""

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
-from tightfit.engine.regions import region_of
 from tightfit.errors import ConfigError, TrainingError
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
@@ -231,7 +230,7 @@ def restore(checkpoint: Path, engine: Engine, progress: Progress) -> None:
 def _restore_adapter(checkpoint: Path, engine: Engine) -> None:
     files = TensorReader([checkpoint / _ADAPTER_FILE])
     for name, parameter in adapters_by_saved_name(engine.model).items():
-        engine.load_values(parameter, files.read(name, region_of(parameter)))
+        engine.load_values(parameter, files.read_part(name, parameter))
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tightfit.engine.engine import Engine
-from tightfit.engine.regions import region_of, whole
+from tightfit.engine.regions import boxes_of, whole
 from tightfit.training.tensor_file import Entry, Part
 
 _LAYER = re.compile(r".*?\.\d+\.")  # begins the names of all that is in one layer
@@ -68,7 +68,9 @@ class SavedModel:
         """What this rank writes; ranks that share converted weights put them together here."""
         for name, tensor in self.direct.items():
             if writes(self.engine, tensor):
-                yield Part(name, region_of(tensor), self.engine.values(tensor))
+                values = self.engine.values(tensor)
+                for box in boxes_of(tensor):
+                    yield Part(name, box.of_whole, values[box.of_part])
         for group in self.converted:
             gathered = {name: self._whole(tensor) for name, tensor in group.items()}
             if self.engine.ranks.is_first:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from tightfit.engine.engine import Engine
-from tightfit.engine.regions import Region, region_of, whole
+from tightfit.engine.regions import boxes_of, is_whole, part_of, whole
 from tightfit.engine.rules import SCALES, narrowed, widened
 from tightfit.errors import ConfigError
+from tightfit.ledger import local_part
 from tightfit.training import together
 from tightfit.training.saved_model import writes
 from tightfit.training.tensor_file import Entry, Part, TensorReader
@@ -42,16 +43,18 @@ def state_parts(engine: Engine) -> Iterator[Part]:
         keys = _saved_states(engine, parameter)
         if not keys or not writes(engine, parameter):
             continue
-        states, region = engine.optimizer.states_of(parameter), region_of(parameter)
+        states, boxes = engine.optimizer.states_of(parameter), boxes_of(parameter)
         for key in keys:
             if key == _STEP or key.endswith(SCALES):
-                if all(part.start == 0 for part in region):
+                if all(part.start == 0 for part in boxes[0].of_whole):
                     yield Part(f"{name}.{key}", whole(states[key]), states[key])
             else:
                 values = states[key]
-                if values.dtype is torch.uint8 and not _is_whole(parameter):
+                if values.dtype is torch.uint8 and not is_whole(parameter):
                     values = widened(key, values, states[key + SCALES])
-                yield Part(f"{name}.{key}", region, values.view(*_sizes(region)))
+                values = values.view(local_part(parameter).shape)
+                for box in boxes:
+                    yield Part(f"{name}.{key}", box.of_whole, values[box.of_part])
 
 
 def load_states(engine: Engine, files: TensorReader, checkpoint: Path) -> None:
@@ -106,7 +109,7 @@ def _saved_states(
 ) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Types and shapes in the file; a master that equals its parameter is not stored twice."""
     entries = engine.optimizer.state_entries(parameter)
-    is_whole = _is_whole(parameter)
+    all_here = is_whole(parameter)
     saved = {}
     for key, (dtype, shape) in entries.items():
         if key == "master" and dtype is parameter.dtype:
@@ -114,17 +117,12 @@ def _saved_states(
         if key == _STEP:
             saved[key] = (dtype, shape)
         elif key.endswith(SCALES):
-            if is_whole:
+            if all_here:
                 saved[key] = (dtype, shape)
         else:
-            wide = dtype is torch.uint8 and not is_whole
+            wide = dtype is torch.uint8 and not all_here
             saved[key] = (torch.float32 if wide else dtype, parameter.shape)
     return saved
-
-
-def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether this rank holds all of it, as then all ranks do."""
-    return region_of(parameter) == whole(parameter)
 
 
 def _read(
@@ -133,15 +131,14 @@ def _read(
     """A state of this rank's part, as the engine keeps it: with its scales where it has 8 bits."""
     if key == _STEP:
         return {key: files.read(name)}
-    region = region_of(parameter)
     has_scales = name + SCALES in files.names
-    if has_scales and dtype is torch.uint8 and _is_whole(parameter):
-        return {key: files.read(name, region), key + SCALES: files.read(name + SCALES)}
+    if has_scales and dtype is torch.uint8 and is_whole(parameter):
+        return {key: files.read(name), key + SCALES: files.read(name + SCALES)}
     if has_scales:
         codes, scales = files.read(name), files.read(name + SCALES)
-        values = widened(key, codes, scales).view(parameter.shape)[region]
+        values = part_of(widened(key, codes, scales).view(parameter.shape), parameter)
     else:
-        values = files.read(name, region)
+        values = files.read_part(name, parameter)
     if dtype is not torch.uint8:
         return {key: values}
     codes, scales = narrowed(key, values.contiguous().clone())
@@ -177,7 +174,3 @@ def _random(engine: Engine) -> list[Part]:
     if engine.device.type == "cuda":
         states[_DEVICE_RANDOM_STATE] = torch.cuda.get_rng_state()
     return [Part(name + suffix, whole(state), state) for name, state in states.items()]
-
-
-def _sizes(region: Region) -> list[int]:
-    return [part.stop - part.start for part in region]

@@ -22,9 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tightfit.engine.regions import Region
+from tightfit.engine.regions import Region, boxes_of
 from tightfit.engine.slab import memory_of
 from tightfit.errors import InputError
+from tightfit.ledger import local_part
 
 _NAMES = {
     torch.float64: "F64",
@@ -164,6 +165,16 @@ class TensorReader:
         with _disable_current_modes():
             found: torch.Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
         return found
+
+    def read_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What a rank holds of the tensor of that name, as it holds its part of `tensor`."""
+        boxes = boxes_of(tensor)
+        if len(boxes) == 1:
+            return self.read(name, boxes[0].of_whole)
+        values = torch.empty(local_part(tensor).shape, dtype=self.read(name).dtype)
+        for box in boxes:
+            values[box.of_part] = self.read(name, box.of_whole)
+        return values
 
 
 def _runs(entry: Entry, region: Region) -> Iterator[tuple[int, int, int]]:

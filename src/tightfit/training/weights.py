@@ -63,7 +63,7 @@ class CheckpointWeights:
         self._folder = folder
         self._files = TensorReader(_files(folder))
         self._model = model
-        self._made: dict[str, torch.Tensor] = {}  # beside what was asked for
+        self._made: dict[str, torch.Tensor] = {}  # together with what was asked for last
         wanted = model.state_dict()
         recipes = _recipes(self._files.names, model, wanted)
         self._recipe_of = self._check(recipes, wanted)
@@ -71,12 +71,14 @@ class CheckpointWeights:
     def __call__(self, name: str, values: torch.Tensor, region: Region) -> None:
         """Fill `values` with a region of the weight that the model calls `name`."""
         recipe = self._recipe_of[name]
+        if name not in self._made:
+            self._made.clear()
         if recipe.converter is None:
             values.copy_(self._files.read(recipe.sources[0][0], region))
             return
         if name not in self._made:
             self._made.update(self._convert(name, recipe, on_meta=False))
-        values.copy_(self._made.pop(name)[region])
+        values.copy_(self._made[name][region])
 
     def _convert(self, name: str, recipe: _Recipe, *, on_meta: bool) -> dict[str, torch.Tensor]:
         """All weights that the recipe gives, whole."""
