@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -78,9 +79,11 @@ def _prepare(
     rates: Rates | None,
     observe: Observe,
 ) -> _Search:
-    refused = _not_planned(job)
-    if refused is not None:
-        raise UnsupportedError(refused)
+    if job.precision == "fp16":
+        raise UnsupportedError(
+            "precision: fp16 is not available in planning and training yet; `tightfit estimate` "
+            "prices it"
+        )
     if job.names_disk:
         check_is_disk(job.disk_folder)
     card = card_here(hardware)
@@ -103,21 +106,8 @@ def _prepare(
         Fitting(pricing, limits_of(job, hardware, card)),
         disk_folder=folder,
         no_disk=why_no_disk(job.disk_folder),
-        quantises=_not_planned(_with_few_bits(job)) is None,
+        quantises=find_spec("bitsandbytes") is not None,
     )
-
-
-def _not_planned(job: Job) -> str | None:
-    """What of a job the engine does and loading or launching does not yet; None where nothing."""
-    if job.quantization_bit is not None or job.precision == "fp16":
-        key = "precision: fp16" if job.precision == "fp16" else "quantization_bit"
-        return f"{key} is not available in planning and training yet; `tightfit estimate` prices it"
-    return None
-
-
-def _with_few_bits(job: Job) -> Job:
-    """The job as QLoRA."""
-    return job.model_copy(update={"finetuning_type": "lora", "quantization_bit": 4})
 
 
 @dataclass
