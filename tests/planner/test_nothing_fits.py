@@ -39,6 +39,7 @@ def advice(error: DoesNotFitError) -> dict[str, str]:
     found = {
         "cutoff_len": re.search(r"would fit: cutoff_len: (\d+) instead of 128", text),
         "lora": re.search(r"would fit: LoRA \(allow: \[lora\]\): (.+) on the device", text),
+        "qlora": re.search(r"would fit: QLoRA \(finetuning_type: qlora\): (.+) on the dev", text),
         "memory_limit": re.search(r"would fit: the same plan with memory_limit: (\w+)$", text),
     }
     assert text.count("would fit:") == sum(match is not None for match in found.values())
@@ -60,12 +61,14 @@ def test_what_the_message_names_would_fit(plan: Planner, peaks: list[int]) -> No
     with pytest.raises(DoesNotFitError) as raised:
         plan(memory_limit=limit, lora_rank=2, **LEANEST)
     said = advice(raised.value)
-    assert set(said) == {"cutoff_len", "lora", "memory_limit"}
+    assert set(said) == {"cutoff_len", "lora", "qlora", "memory_limit"}
     shorter = Workload(int(said["cutoff_len"]), 2)
     assert plan(workload=shorter, memory_limit=limit, **LEANEST).fits
     with_lora = plan(memory_limit=limit, lora_rank=2, allow=["lora"], **LEANEST)
     assert with_lora.fits
     assert with_lora.policies.adapter is not None
+    few_bits = {"finetuning_type": "lora", "quantization_bit": 4}
+    assert plan(memory_limit=limit, lora_rank=2, **few_bits, **LEANEST).fits
     assert plan(memory_limit=said["memory_limit"], **LEANEST).fits
 
 
@@ -212,22 +215,25 @@ def test_no_candidate_misses_by_less_than_the_smallest_plan(
 @pytest.mark.usefixtures("whole_engine")
 def test_adapters_are_advised_with_a_placement_of_their_own(plan: Planner) -> None:
     """All parameters need more of the host than adapters do whose base stays on the device."""
-    keys = {"memory_limit": "2MiB", "host_memory_limit": "100KiB", "nvme_limit": "1KiB"}
+    keys = {"memory_limit": "2MiB", "host_memory_limit": "600KiB", "nvme_limit": "1KiB"}
     with pytest.raises(DoesNotFitError) as raised:
         plan(lora_rank=2, **keys)
     text = str(raised.value)
     assert re.search(r"^  would fit: LoRA \(allow: \[lora\]\): .* on the device \(", text, re.M)
-    assert "QLoRA" not in text, "it cannot be planned yet"
     assert plan(lora_rank=2, allow=["lora"], **keys).policies.adapter is not None
 
 
 @pytest.mark.usefixtures("whole_engine")
-def test_a_base_of_few_bits_is_advised_where_it_can_be_planned(
+def test_a_base_of_few_bits_is_advised_where_its_library_is(
     plan: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_not_planned", lambda job: None)
+    keys = {"memory_limit": "2MiB", "host_memory_limit": "600KiB", "nvme_limit": "1KiB"}
     with pytest.raises(DoesNotFitError, match=r"would fit: QLoRA \(finetuning_type: qlora\)"):
-        plan(memory_limit="2MiB", host_memory_limit="100KiB", nvme_limit="1KiB", lora_rank=2)
+        plan(lora_rank=2, **keys)
+    monkeypatch.setattr(search, "find_spec", lambda name: None)
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(lora_rank=2, **keys)
+    assert "QLoRA" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -210,17 +210,18 @@ def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
 def _beside_training(policies: Policies) -> dict[Phase, Hashable]:
     """All that decides what is there before and after training, whatever the batch and the loss."""
     placement = policies.placement
-    model = (policies.adapter, policies.quantisation, policies.precision, policies.sharding)
-    loading = (Phase.LOAD, placement.parameters, placement.parameter_fraction, *model)
     staying = (
         replace(placement, activations=Tier.DEVICE),
         policies.optimizer.name,
         policies.optimizer.split_master,
         policies.batch.accumulation_steps > 1,
-        *model,
+        policies.adapter,
+        policies.quantisation,
+        policies.precision,
+        policies.sharding,
     )
-    after = {phase: (phase, staying) for phase in (Phase.INIT, Phase.RESUME, Phase.SAVE)}
-    return {Phase.LOAD: loading, **after}
+    phases = (Phase.LOAD, Phase.INIT, Phase.RESUME, Phase.SAVE)
+    return {phase: (phase, staying) for phase in phases}
 
 
 def _fixed(kinds: Kinds) -> Kinds:
