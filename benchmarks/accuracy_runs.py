@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from accuracy_grid import EVALUATED_SEQUENCES, Row
 from tightfit import ledger
@@ -33,7 +33,7 @@ from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
 from tightfit.engine.precision import DTYPES
-from tightfit.engine.quantisation import apply_quantisation
+from tightfit.engine.regions import Region
 from tightfit.ledger import Ledger
 from tightfit.policies import Tier
 
@@ -203,22 +203,23 @@ def measure(row: Row) -> MemoryTable:
     """Optimizer steps and an evaluation on real tensors."""
     if row.policies.adapter is not None:
         import_library()
-    model = real_model(row)
+    dtype = DTYPES[row.policies.precision.parameters]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(row.config, dtype=dtype)
     with Ledger() as counting:
-        counting.adopt(model)
-        engine = fit(model, row.policies)
+        engine = fit(model, row.policies, values=random_weights)
         for _ in range(STEPS):
             _one_step(engine, row)
         engine.evaluation_loss(*real_batch(row, EVALUATED_SEQUENCES))
     return counting.table()
 
 
-def real_model(row: Row) -> PreTrainedModel:
-    """Random weights, quantised if the row says so; what the ledger finds when it starts."""
-    dtype = DTYPES[row.policies.precision.parameters]
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(row.config, dtype=dtype)
-    apply_quantisation(model, row.policies.quantisation)
-    return model
+def random_weights(name: str, values: torch.Tensor, region: Region) -> None:
+    """What fills a model, in the place of a file."""
+    if values.ndim > 1:
+        values.normal_(std=0.02)
+    else:
+        values.fill_(1.0)
 
 
 def _one_step(engine: Engine, row: Row) -> None:
