@@ -61,6 +61,13 @@ class BatchPolicy:
         return self.micro_batch_size * self.accumulation_steps
 
 
+class PipelineSchedule(StrEnum):
+    """In which order the stages of a pipeline take the micro-batches of a step."""
+
+    ONE_FORWARD_ONE_BACKWARD = "1f1b"  # a stage has as many in flight as stages come after it, +1
+    GPIPE = "gpipe"  # all forwards, then all backwards: every micro-batch is in flight
+
+
 @dataclass(frozen=True)
 class ShardingPolicy:
     """How ranks share the work and the model states.
@@ -73,6 +80,7 @@ class ShardingPolicy:
         pipeline_parallel: stages, each with its own layers.
         replicas: whole copies of what data-parallel ranks share out (HSDP): each is shared by
             `data_parallel / replicas` of them. Stage 0 shares nothing, so every rank has a copy.
+        pipeline_schedule: where there are stages.
     """
 
     ranks: int = 1
@@ -80,6 +88,7 @@ class ShardingPolicy:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     replicas: int = 1
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
 
     @property
     def data_parallel(self) -> int:
@@ -234,6 +243,7 @@ def check_compatible(policies: Policies) -> None:
     _check_placement(policies.placement)
     _check_update_place(policies)
     _check_sharding(policies.sharding)
+    _check_pipeline(policies)
     batch = policies.batch
     if batch.micro_batch_size < 1 or batch.accumulation_steps < 1:
         raise UnsupportedError(
@@ -320,6 +330,22 @@ def _check_sharding(sharding: ShardingPolicy) -> None:
             f"take a multiple of {width}"
         )
     _check_replicas(sharding)
+
+
+def _check_pipeline(policies: Policies) -> None:
+    """What travels by the order of one forward and its backward cannot follow several."""
+    placement, stages = policies.placement, policies.sharding.pipeline_parallel
+    if stages > 1 and Tier.DEVICE is not placement.parameters:
+        raise UnsupportedError(
+            f"parameters on {placement.parameters} with {stages} pipeline stages, where a stage "
+            "has several micro-batches at a time: leave them on the device and use zero_stage 3, "
+            "or pipeline_parallel_size 1"
+        )
+    if stages > 1 and Tier.DEVICE is not placement.activations:
+        raise UnsupportedError(
+            f"activations on {placement.activations} with {stages} pipeline stages, where a stage "
+            "has several micro-batches at a time: use checkpointing, or pipeline_parallel_size 1"
+        )
 
 
 def _check_replicas(sharding: ShardingPolicy) -> None:

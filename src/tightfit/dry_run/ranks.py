@@ -1,6 +1,6 @@
 """A process group of one process that passes for many: collectives return at once, unsummed.
 
-With it the engine shares a model out as rank 0 of so many would, and allocates what that rank
+With it the engine shares a model out as one of so many ranks would, and allocates what that rank
 would. Knows nothing of the engine.
 """
 
@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
-def fake_ranks(count: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of `count`; with 1 it stays what it is.
+def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is a rank of `count`; with 1 it stays what it is.
 
     Enter it before fake tensors: what is made here lives longer than they do.
 
@@ -31,7 +31,7 @@ def fake_ranks(count: int) -> Iterator[None]:
             "a dry run of several ranks inside a rank of a real process group; start a process "
             "for it"
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
 """Applies a plan's policies to a model, in the one order in which they work.
 
-What the base is made of first; then adapters, since they decide what is trained; then who has which
-part of each matrix, adapters' included; then what changes forward (attention, loss, checkpointing);
-then who holds which shard of all that; then gradients and optimizer, which need the final list of
-parameters.
+First which layers are this rank's, then what the base is made of; then adapters, since they decide
+what is trained; then who has which part of each matrix, adapters' included; then what changes
+forward (attention, loss, checkpointing); then who holds which shard of all that; then gradients and
+optimizer, which need the final list of parameters.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ from tightfit.engine.ranks import Ranks
 from tightfit.engine.sharding import apply_sharding
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.sliced_loss import SlicedLoss
+from tightfit.engine.stage_ranks import StageRanks
+from tightfit.engine.stage_schedule import Pipeline
+from tightfit.engine.stages import Stage, apply_stage
 from tightfit.engine.state_dict import serve_state_dicts
 from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.supported import check_engine_can
@@ -94,6 +97,8 @@ def fit(
     check_engine_can(policies)
     ledger.set_phase(Phase.INIT)
     device = device or _device_of(model)
+    mesh = Mesh(policies.sharding, device)
+    stage = _stage(model, mesh)
     if not is_quantised(model):
         dtype = model.dtype
         apply_quantisation(model, policies.quantisation, device)
@@ -102,20 +107,28 @@ def fit(
     adapted = apply_adapter(model, policies.adapter)
     if policies.adapter is not None:
         _adopt(adapted)
-    mesh = Mesh(policies.sharding, device)
+    if stage is not None:
+        stage.check_adapters()
     with unloaded.as_shapes(adapted) if mesh.size(Dimension.TENSOR) > 1 else nullcontext():
         vocabulary = apply_tensor_parallel(adapted, model, mesh)
     apply_attention(model, policies.attention)
-    sliced = apply_loss(model, policies.loss, vocabulary)
+    sliced = None
+    if stage is None or stage.is_last:
+        sliced = apply_loss(model, policies.loss, vocabulary)
     apply_checkpointing(model, policies.checkpointing)
     if not any(p.requires_grad for p in adapted.parameters()):
         raise ConfigError("nothing to train: all parameters of the model are frozen")
     with unloaded.as_shapes(adapted) if mesh.size(Dimension.SHARD) > 1 else nullcontext():
         ranks = apply_sharding(adapted, model, policies, mesh)
+    pipeline = None
+    if stage is not None:
+        group, schedule = mesh.group(Dimension.PIPELINE), policies.sharding.pipeline_schedule
+        ranks = StageRanks(ranks, group, stage.copies, device)
+        pipeline = Pipeline(stage, adapted, group, schedule, ranks, device)
     setattr(model, _FITTED, True)
     adapted.train()
     elsewhere = Elsewhere(Transfer(device), HostSlab(device), _disk(policies, offload_folder))
-    return _place(_Prepared(adapted, model, sliced, unloaded, ranks), policies, elsewhere)
+    return _place(_Prepared(adapted, model, sliced, unloaded, ranks, pipeline), policies, elsewhere)
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,7 @@ class _Prepared:
         root: what computes; around `model`, peft's where there are adapters.
         sliced: its loss in slices, if it has one.
         unloaded: its parameters that have no values yet.
+        pipeline: if it is a stage of one.
     """
 
     root: nn.Module
@@ -133,6 +147,15 @@ class _Prepared:
     sliced: SlicedLoss | None
     unloaded: Unloaded
     ranks: Ranks
+    pipeline: Pipeline | None
+
+
+def _stage(model: PreTrainedModel, mesh: Mesh) -> Stage | None:
+    """Take out what other stages have, before anything is loaded or made for it."""
+    stages = mesh.size(Dimension.PIPELINE)
+    if stages == 1:
+        return None
+    return apply_stage(model, mesh.rank(Dimension.PIPELINE), stages)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -169,7 +192,8 @@ def _place(prepared: _Prepared, policies: Policies, elsewhere: Elsewhere) -> Eng
     if prepared.sliced is not None:
         _place_vocabulary(prepared.sliced, units, stream, gradients, ranks)
     serve_state_dicts(root, stream, optimizer.drain)
-    return Engine(root, optimizer, gradients, ranks, policies.batch.accumulation_steps, stream)
+    steps = policies.batch.accumulation_steps
+    return Engine(root, optimizer, gradients, ranks, steps, stream, prepared.pipeline)
 
 
 def _stream(

@@ -6,7 +6,7 @@ there is no other path. Knows nothing of data, schedules or plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,9 @@ from tightfit.bill.table import Phase
 from tightfit.engine.gradients import GradientStore
 from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.ranks import Ranks
+from tightfit.engine.stage_schedule import MicroBatch, Pipeline
 from tightfit.engine.streaming import ParameterStream
+from tightfit.errors import UnsupportedError
 from tightfit.ledger import local_part
 
 
@@ -40,12 +42,14 @@ class Engine:
         ranks: Ranks,
         accumulation_steps: int,
         stream: ParameterStream | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._gradients = gradients
         self.ranks = ranks
         self._stream = stream
+        self._pipeline = pipeline
         self._accumulation_steps = accumulation_steps
         self._backward_calls = 0  # since the last step
         model.register_forward_pre_hook(_begin_forward, prepend=True)
@@ -69,9 +73,39 @@ class Engine:
         return self.ranks.data_ranks
 
     @property
+    def is_stage(self) -> bool:
+        """Whether the model is one stage of a pipeline: calling it takes or returns hidden
+        states."""
+        return self._pipeline is not None
+
+    @property
     def written_bytes(self) -> int:
         """What the last update that was finished has written to the nvme tier's disk."""
         return self.optimizer.written_bytes
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], trained_tokens: int) -> float:
+        """All micro-batches of a step, forward and backward; then call `step`.
+
+        Works with every plan: the stages of a pipeline have several micro-batches at a time.
+
+        Args:
+            micro_batches: this rank's input ids and labels, as `loss` wants them; each is looked
+                up once, when its forward comes. Ranks that have the same `data_rank` need the
+                same, all ranks as many.
+            trained_tokens: as of `loss`.
+
+        Returns:
+            The sum of this rank's losses; on every stage of a pipeline that of its last one.
+        """
+        if self._pipeline is not None:
+            return self._pipeline.run(micro_batches, trained_tokens)
+        total = 0.0
+        for number in range(len(micro_batches)):
+            loss = self.loss(*micro_batches[number], trained_tokens)
+            self.backward(loss)
+            total += float(loss.detach())
+            del loss
+        return total
 
     def loss(
         self, input_ids: torch.Tensor, labels: torch.Tensor, trained_tokens: int
@@ -87,7 +121,15 @@ class Engine:
             trained_tokens: trained tokens of the whole global batch, so that the sum over its
                 micro-batches (on all ranks) is the loss per token however it is split. With none
                 at all the loss is 0.
+
+        Raises:
+            UnsupportedError: this rank has one stage of a pipeline.
         """
+        if self._pipeline is not None:
+            raise UnsupportedError(
+                "a stage of a pipeline has no loss of its own: give all micro-batches of a step to "
+                "engine.forward_backward"
+            )
         ledger.set_phase(Phase.FORWARD)
         loss: torch.Tensor = self.model(
             input_ids=input_ids,
@@ -124,7 +166,11 @@ class Engine:
         self.ranks.finish_gradients()
         if self._stream is not None:
             self._stream.release()
-        norm = self.optimizer.step(self._gradients.take(), self._gradients.norms())
+        gradients = self._gradients.take()
+        if self._pipeline is not None:
+            self._pipeline.add_up(gradients)
+        norm = self.optimizer.step(gradients, self._gradients.norms())
+        del gradients
         self._gradients.clear()
         return float(norm)
 
@@ -182,6 +228,8 @@ class Engine:
     def evaluation_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
         """Cross-entropy summed over the trained tokens, without gradients, dropout off."""
         with self.evaluating():
+            if self._pipeline is not None:
+                return self._pipeline.evaluation_loss(input_ids, labels)
             return float(
                 self.model(
                     input_ids=input_ids,

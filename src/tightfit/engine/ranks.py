@@ -47,6 +47,11 @@ class Ranks(Protocol):
         """Whether what this rank holds is part of the first copy of the parameters."""
         ...
 
+    @property
+    def copies(self) -> frozenset[nn.Parameter]:
+        """Parameters that another stage of a pipeline has too, and counts and saves."""
+        ...
+
     def total(self, values: Sequence[float]) -> list[float]:
         """The sums over all that see different sequences, the same on every rank."""
         ...
@@ -86,6 +91,7 @@ class OneRank:
     data_ranks = 1
     is_first = True
     is_first_copy = True
+    copies: frozenset[nn.Parameter] = frozenset()
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Its own."""
@@ -126,6 +132,8 @@ class Replicas:
         gradients_leave: whether gradients leave the device as they come, so that those of every
             micro-batch must be summed at once.
     """
+
+    copies: frozenset[nn.Parameter] = frozenset()
 
     def __init__(
         self,
@@ -216,6 +224,8 @@ class TensorGroup:
         group: those that have the other parts.
         device: where they compute.
     """
+
+    copies: frozenset[nn.Parameter] = frozenset()
 
     def __init__(self, data: Ranks, group: dist.ProcessGroup, device: torch.device) -> None:
         self.data_rank = data.data_rank

@@ -46,7 +46,7 @@ from transformers import PreTrainedModel
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.clipping import Gradients, total_norm
-from tightfit.engine.layers import decoder_layers
+from tightfit.engine.layers import own_layers
 from tightfit.engine.mesh import Dimension, Mesh, is_shard
 from tightfit.engine.ranks import OneRank, Ranks, Replicas, TensorGroup, summed
 from tightfit.errors import UnsupportedError
@@ -78,7 +78,7 @@ def _data_ranks(root: nn.Module, model: PreTrainedModel, policies: Policies, mes
     if mesh.data_ranks == 1:
         return OneRank()
     if mesh.size(Dimension.SHARD) > 1:
-        return _shard(model, decoder_layers(model), policies, mesh)
+        return _shard(model, own_layers(model), policies, mesh)
     trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
     leave = policies.placement.gradients is not Tier.DEVICE
     return Replicas(mesh.group(Dimension.REPLICATE), root, trained, gradients_leave=leave)
@@ -99,7 +99,7 @@ def _check_types(root: nn.Module) -> None:
         )
 
 
-def _shard(root: nn.Module, layers: nn.ModuleList, policies: Policies, mesh: Mesh) -> Shards:
+def _shard(root: nn.Module, layers: Sequence[nn.Module], policies: Policies, mesh: Mesh) -> Shards:
     _check_types(root)
     several = mesh.size(Dimension.REPLICATE) > 1
     dimensions = (Dimension.REPLICATE, Dimension.SHARD) if several else (Dimension.SHARD,)
@@ -131,6 +131,8 @@ class Shards:
         waits_for_last: gradients of earlier micro-batches stay whole, and are summed over ranks
             with those of the last.
     """
+
+    copies: frozenset[nn.Parameter] = frozenset()
 
     def __init__(
         self, modules: Sequence[nn.Module], books: _Books, mesh: Mesh, *, waits_for_last: bool

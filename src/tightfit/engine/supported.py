@@ -10,13 +10,10 @@ from tightfit.policies import OptimizerName, Policies
 
 def engine_lacks(policies: Policies) -> Iterator[str]:
     """Each technique of `policies` that is missing, in the words of the job's keys."""
-    sharding = policies.sharding
     if policies.optimizer.name is OptimizerName.ADAFACTOR:
         yield f"optim {policies.optimizer.name}"
     if policies.quantisation is not None and policies.quantisation.bits != 4:
         yield f"quantization_bit {policies.quantisation.bits}"
-    if sharding.pipeline_parallel > 1:
-        yield f"pipeline_parallel_size {sharding.pipeline_parallel}"
 
 
 def check_engine_can(policies: Policies) -> None:

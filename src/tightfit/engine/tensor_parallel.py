@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.collectives import enter, own_part, own_range
+from tightfit.engine.layers import Absent
 from tightfit.engine.mesh import Dimension, Mesh
 from tightfit.engine.quantisation import QuantisedLinear
 from tightfit.engine.tensor_dropout import PartOfDropout
@@ -74,7 +75,8 @@ def apply_tensor_parallel(root: nn.Module, model: PreTrainedModel, mesh: Mesh) -
     for module, style in styles.items():
         style.prepare(module)
     head = base_layer(model.get_output_embeddings())
-    first, _ = own_range(head.out_features, group.size(), group.rank())
+    rows = 0 if isinstance(head, Absent) else head.out_features
+    first, _ = own_range(rows, group.size(), group.rank())
     _divide(styles, mesh.part(Dimension.TENSOR))
     for module, style in styles.items():
         install(module, style)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from tightfit.engine.layers import Absent
 from tightfit.engine.quantisation import QuantisedLinear
 from tightfit.errors import UnsupportedError
 
@@ -45,13 +46,16 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
     plan = {}
     for name, module in model.named_modules():
         style = next((s for p, s in patterns.items() if p.fullmatch(name)), None)
-        if style is not None:
+        if style is not None and not isinstance(module, Absent):
             _check_style(model, name, module, style)
             plan[name] = style
     _check_parameters(model, plan, patterns)
     names = {module: name for name, module in model.named_modules()}
-    plan[names[model.get_input_embeddings()]] = "embedding_rowwise"
-    plan[names[model.get_output_embeddings()]] = "colwise_gather_output"
+    ends = (
+        (model.get_input_embeddings(), "embedding_rowwise"),
+        (model.get_output_embeddings(), "colwise_gather_output"),
+    )
+    plan |= {names[end]: style for end, style in ends if not isinstance(end, Absent)}
     _check_the_rest(model, plan)
     return plan
 

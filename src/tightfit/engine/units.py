@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from tightfit.engine.layers import decoder_layers
+from tightfit.engine.layers import decoder_layers, own_layers
 
 
 @dataclass(eq=False)
@@ -55,11 +55,12 @@ def units_of(root: nn.Module, model: PreTrainedModel, *, gathered: bool) -> list
         gathered: whether what belongs to no layer is whole during all of a forward (FSDP2's root
             group), so that it is one unit, used by the model.
     """
-    layers = decoder_layers(model)
+    layers = decoder_layers(model)  # what comes before them and after is told by where they are
     in_layers = set(layers.parameters())
     names = {module: name for name, module in root.named_modules()}
     inner = [
-        Unit(names[layer], (layer,), _once(layer.parameters()), is_layer=True) for layer in layers
+        Unit(names[layer], (layer,), _once(layer.parameters()), is_layer=True)
+        for layer in own_layers(model)
     ]
     outside = _once(p for p in root.parameters() if p not in in_layers)
     if gathered:

@@ -94,6 +94,8 @@ class SavedModel:
 
 def writes(engine: Engine, tensor: torch.Tensor) -> bool:
     """Whether this rank is the one, of all that hold the same part of a tensor, that writes it."""
+    if tensor in engine.ranks.copies:
+        return False
     if not isinstance(tensor, DTensor):
         return engine.ranks.is_first
     coordinate = tensor.device_mesh.get_coordinate()

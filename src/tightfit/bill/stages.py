@@ -1,0 +1,68 @@
+"""Which layers each stage of a pipeline has.
+
+A stage weighs as many parameters as it has: they set its memory, and nearly all of them are
+multiplied once per token. The embedding counts for the first stage, last norm and output layer
+for the last, which has a copy where the two are tied. Knows counts only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tightfit.errors import UnsupportedError
+
+
+def stage_layers(layers: Sequence[int], embedding: int, head: int, stages: int) -> list[range]:
+    """The numbers of each stage's layers, in order, at least one each.
+
+    The heaviest stage is as light as it can be, and then all are as even as they can be (least sum
+    of squares); of equal ways the one with fewer layers in early stages, which have more
+    micro-batches at a time.
+
+    Args:
+        layers: parameters of each.
+        embedding: parameters that the first stage has beside its layers.
+        head: those that the last one has.
+
+    Raises:
+        UnsupportedError: there are fewer layers than stages.
+    """
+    if stages > len(layers):
+        raise UnsupportedError(
+            f"pipeline_parallel_size {stages} is more than the model's {len(layers)} layers"
+        )
+    before = [sum(layers[:number]) for number in range(len(layers) + 1)]
+
+    def weight(stage: int, first: int, end: int) -> int:
+        ends = embedding * (stage == 0) + head * (stage == stages - 1)
+        return before[end] - before[first] + ends
+
+    heaviest, _ = _best(weight, len(layers), stages, max)
+
+    def uneven(so_far: float, its_own: int) -> float:
+        return so_far + its_own**2 if its_own <= heaviest else math.inf
+
+    _, ends = _best(weight, len(layers), stages, uneven)
+    return [range(first, end) for first, end in zip((0, *ends), ends, strict=False)]
+
+
+def _best(
+    weight: Callable[[int, int, int], int],
+    layers: int,
+    stages: int,
+    joined: Callable[[float, int], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The least value of all ways to cut, and where its stages end."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(stages):
+        left = stages - stage - 1
+        best = {
+            end: min(
+                (joined(value, weight(stage, first, end)), (*ends, end))
+                for first, (value, ends) in best.items()
+                if first < end
+            )
+            for end in range(stage + 1, layers - left + 1)
+        }
+    return best[layers]

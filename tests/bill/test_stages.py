@@ -1,0 +1,54 @@
+"""Stages of a pipeline weigh as alike as whole layers allow."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tightfit.bill.stages import stage_layers
+from tightfit.errors import UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("layers", "embedding", "head", "sizes"),
+    [
+        ([1] * 8, 0, 0, [2, 2, 2, 2]),
+        ([1] * 6, 1, 1, [1, 2, 2, 1]),
+        ([1] * 7, 0, 0, [1, 2, 2, 2]),  # fewer where more micro-batches are
+        ([1] * 6, 5, 0, [1, 1, 2, 2]),  # nothing makes the first one light, the others are even
+        ([4, 1, 1, 1, 1], 0, 0, [1, 1, 1, 2]),
+        ([3] * 4, 9, 9, [1, 1, 1, 1]),
+    ],
+)
+def test_known_ways(layers: list[int], embedding: int, head: int, sizes: list[int]) -> None:
+    found = stage_layers(layers, embedding, head, 4)
+    assert [len(one) for one in found] == sizes
+    assert [number for one in found for number in one] == list(range(len(layers)))
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.integers(1, 4),
+)
+def test_no_other_way_has_a_lighter_heaviest_stage(
+    layers: list[int], embedding: int, head: int, stages: int
+) -> None:
+    if stages > len(layers):
+        with pytest.raises(UnsupportedError, match=f"more than the model's {len(layers)} layers"):
+            stage_layers(layers, embedding, head, stages)
+        return
+
+    def heaviest(ends: tuple[int, ...]) -> int:
+        weights = [sum(layers[a:b]) for a, b in zip((0, *ends), (*ends, None), strict=True)]
+        weights[0] += embedding
+        weights[-1] += head
+        return max(weights)
+
+    found = stage_layers(layers, embedding, head, stages)
+    every = combinations(range(1, len(layers)), stages - 1)
+    assert heaviest(tuple(one.stop for one in found[:-1])) == min(map(heaviest, every))
