@@ -243,7 +243,6 @@ def check_compatible(policies: Policies) -> None:
     _check_placement(policies.placement)
     _check_update_place(policies)
     _check_sharding(policies.sharding)
-    _check_pipeline(policies)
     batch = policies.batch
     if batch.micro_batch_size < 1 or batch.accumulation_steps < 1:
         raise UnsupportedError(
@@ -330,22 +329,6 @@ def _check_sharding(sharding: ShardingPolicy) -> None:
             f"take a multiple of {width}"
         )
     _check_replicas(sharding)
-
-
-def _check_pipeline(policies: Policies) -> None:
-    """What travels by the order of one forward and its backward cannot follow several."""
-    placement, stages = policies.placement, policies.sharding.pipeline_parallel
-    if stages > 1 and Tier.DEVICE is not placement.parameters:
-        raise UnsupportedError(
-            f"parameters on {placement.parameters} with {stages} pipeline stages, where a stage "
-            "has several micro-batches at a time: leave them on the device and use zero_stage 3, "
-            "or pipeline_parallel_size 1"
-        )
-    if stages > 1 and Tier.DEVICE is not placement.activations:
-        raise UnsupportedError(
-            f"activations on {placement.activations} with {stages} pipeline stages, where a stage "
-            "has several micro-batches at a time: use checkpointing, or pipeline_parallel_size 1"
-        )
 
 
 def _check_replicas(sharding: ShardingPolicy) -> None:

@@ -9,11 +9,12 @@ parameters afterwards, whole). The processes are forked after the imports, which
 everything else.
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
-families of models, `tp2` (ranks that share matrices), `hsdp2` (replicas), `untied`, `empty` (the
-model has no values until it is shared out), `short` (steps of fewer micro-batches than planned) and
-what happens in one of the steps: `peek` (an evaluation between backward and step), `discard` (a
-backward that is given up), `fail` (one that breaks off in the middle), `inf` (one rank's gradients
-are not finite) and `off` (the ledger is off). `read` looks at parameters that are away, at the end.
+families of models, `tp2` (ranks that share matrices), `pp2` (stages of a pipeline), `hsdp2`
+(replicas), `untied`, `empty` (the model has no values until it is shared out), `short` (steps of
+fewer micro-batches than planned) and what happens in one of the steps: `peek` (an evaluation
+between backward and step), `discard` (a backward that is given up), `fail` (one that breaks off in
+the middle), `inf` (one rank's gradients are not finite) and `off` (the ledger is off). `read` looks
+at parameters that are away, at the end.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from tightfit.policies import (
     LossKind,
     LossPolicy,
     OptimizerPolicy,
+    PipelineSchedule,
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
@@ -88,12 +90,14 @@ TRAINED_TOKENS = 40  # any number does, as long as all ranks divide by the same
 OPTIMIZER = OptimizerPolicy(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "accumulate": {"batch": BatchPolicy(MICRO_BATCH, 2)},
+    "four": {"batch": BatchPolicy(MICRO_BATCH, 4)},
     "checkpoint": {"checkpointing": CheckpointingPolicy(True)},
     "chunk": {"loss": LossPolicy(LossKind.CHUNKED, 5)},
     "slice": {"loss": LossPolicy(LossKind.SLICED, slice_rows=7)},
     "host": {"placement": PlacementPolicy(Tier.HOST, Tier.HOST)},
     "late": {"placement": PlacementPolicy(Tier.DEVICE, Tier.HOST, lazy_step=True)},
     "away": {"placement": PlacementPolicy(*[Tier.HOST] * 4, lazy_step=True)},
+    "kept": {"placement": PlacementPolicy(activations=Tier.HOST)},
     "half": {"placement": PlacementPolicy(*[Tier.HOST] * 3, parameter_fraction=0.5)},
     "disk": {"placement": PlacementPolicy(*[Tier.NVME] * 2, Tier.HOST, lazy_step=True)},
     "far": {"placement": PlacementPolicy(*[Tier.NVME] * 3, lazy_step=True)},
@@ -217,7 +221,29 @@ GRID = {
     ],
     8: ["3 tp2 hsdp2", "1 tp2 hsdp2 accumulate chunk", "3 tp4 qwen3 chunk"],
 }
-SETS = {"sharding": SHARDING, "tensor": TENSOR, "grid": GRID}
+PIPELINE = {
+    2: [
+        "0 pp2 accumulate",
+        "0 pp2 four untied checkpoint",
+        "0 pp2 four gpipe chunk",
+        "0 pp2 gemma2 eager four",
+        "0 pp2 host four slice",
+        "0 pp2 lora four late",
+        "0 pp2 moe four bf16",
+    ],
+    3: ["0 pp3 four", "0 pp3 empty four untied chunk"],
+    4: [
+        "0 pp2 accumulate",
+        "1 pp2 four empty",
+        "2 pp2 four untied",
+        "3 pp2 four empty checkpoint",
+        "3 pp2 four gpipe host",
+        "0 pp2 tp2 four chunk",
+        "0 pp2 tp2 empty accumulate untied",
+    ],
+    8: ["3 pp2 tp2 four empty checkpoint chunk"],
+}
+SETS = {"pipeline": PIPELINE, "sharding": SHARDING, "tensor": TENSOR, "grid": GRID}
 
 
 def main(folder: Path, chosen: str) -> None:
@@ -231,10 +257,18 @@ def main(folder: Path, chosen: str) -> None:
     ]
     for ranks, cases in sets.items():
         for case in cases:
-            with fake_ranks(ranks), fake_tensors():
-                write(folder / file_name(case, ranks, "fake"), *run(case, ranks, None, folder))
+            for rank, who in fake_names(case, ranks).items():
+                with fake_ranks(ranks, rank), fake_tensors():
+                    write(folder / file_name(case, ranks, who), *run(case, ranks, None, folder))
             write(folder / file_name(case, ranks, "alone"), *run(case, ranks, None, folder))
     finish(processes)
+
+
+def fake_names(case: str, ranks: int) -> dict[int, str]:
+    """The ranks that are faked: the first of each stage of a pipeline."""
+    stages = policies_of(case, ranks).sharding.pipeline_parallel
+    first = {stage * ranks // stages: f"fake {stage}" for stage in range(stages)}
+    return first if stages > 1 else {0: "fake"}
 
 
 def file_name(case: str, ranks: int, who: str) -> str:
@@ -339,11 +373,12 @@ def policies_of(case: str, ranks: int) -> Policies:
     techniques = [TECHNIQUES[word] for word in words if word in TECHNIQUES]
     chosen = {key: value for technique in techniques for key, value in technique.items()}
     chosen.setdefault("batch", BatchPolicy(MICRO_BATCH))
-    tensor, replicas = (
+    tensor, replicas, pipeline = (
         next((int(word.removeprefix(name)) for word in words if word.startswith(name)), 1)
-        for name in ("tp", "hsdp")
+        for name in ("tp", "hsdp", "pp")
     )
-    sharding = ShardingPolicy(ranks, int(stage), tensor, replicas=replicas)
+    schedule = PipelineSchedule("gpipe" if "gpipe" in words else "1f1b")
+    sharding = ShardingPolicy(ranks, int(stage), tensor, pipeline, replicas, schedule)
     return Policies(**chosen, optimizer=OPTIMIZER, sharding=sharding)
 
 
@@ -362,7 +397,7 @@ def config_of(words: list[str]) -> PretrainedConfig:
 
 def without_values(model: PreTrainedModel) -> tuple[PreTrainedModel, Fill]:
     """The model on the meta device, and what fills it."""
-    values = dict(model.named_parameters())
+    values = dict(model.named_parameters(remove_duplicate=False))
 
     def fill(name: str, tensor: torch.Tensor, region: Region) -> None:
         tensor.copy_(values[name].detach()[region])
@@ -410,6 +445,9 @@ def one_step(
     if "fail" in unusual:
         fail_midway(engine, *batches[0])
         engine.discard_gradients()
+    if engine.is_stage:
+        total = engine.forward_backward(batches, TRAINED_TOKENS)
+        batches = []
     for ids, labels in batches:
         loss = engine.loss(ids, labels, TRAINED_TOKENS)
         last_rank = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1

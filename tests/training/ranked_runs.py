@@ -35,12 +35,14 @@ class Leg:
     Attributes:
         ranks: 1, or 2 real ones.
         tensor: how many of them share each layer's matrices.
+        stages: how many of them share the layers out.
         until: its last step.
     """
 
     ranks: int
     zero_stage: int
     tensor: int
+    stages: int
     until: int
     keys: Mapping[str, Any]
 
@@ -50,7 +52,7 @@ def run_leg(leg: Leg, plan: Plan, job: Mapping[str, Any], folder: Path, *, resum
     made = Job(**{**job, **leg.keys, "max_steps": leg.until, "output_dir": str(folder)})
     prepared = runs.prepare(made.model_copy(update={"resume": resume}))
     micro = 1 if leg.ranks > 1 else 2
-    sharding = ShardingPolicy(leg.ranks, leg.zero_stage, leg.tensor)
+    sharding = ShardingPolicy(leg.ranks, leg.zero_stage, leg.tensor, leg.stages)
     batch = BatchPolicy(micro, made.global_batch_size // micro // sharding.data_parallel)
     policies = replace(
         plan.policies,

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "8bit": {"optim": "adamw_8bit"},
 }
 LATER = 3
-TENSOR = "tensor"
+TENSOR, STAGES = "tensor", "stages"
 # Legs by the number of ranks, the stage (or what else they share) and the last step.
 CASES: dict[str, list[tuple[int, int | str, int]]] = {
     "full on 1": [(1, 0, STEPS)],
@@ -46,6 +46,14 @@ CASES: dict[str, list[tuple[int, int | str, int]]] = {
     "full from stage 3 to tensor parallel": [(2, 3, LATER), (2, TENSOR, STEPS)],
     "lora from tensor parallel to stage 3": [(2, TENSOR, LATER), (2, 3, STEPS)],
     "8bit from tensor parallel to 1": [(2, TENSOR, LATER), (1, 0, STEPS)],
+    "full in stages": [(2, STAGES, STEPS)],
+    "full from stages to 1": [(2, STAGES, LATER), (1, 0, STEPS)],
+    "full from stage 3 to stages": [(2, 3, LATER), (2, STAGES, STEPS)],
+    "full from stages to stage 1": [(2, STAGES, LATER), (2, 1, STEPS)],
+    "8bit from stages to 1": [(2, STAGES, LATER), (1, 0, STEPS)],
+    # Adapters are drawn on each stage for itself, so one rank begins.
+    "lora from 1 to stages": [(1, 0, LATER), (2, STAGES, STEPS)],
+    "away in stages": [(2, STAGES, STEPS)],
     "lora on 1": [(1, 0, STEPS)],
     "lora on 2, stage 3": [(2, 3, STEPS)],
     "lora from 2 to 1": [(2, 2, LATER), (1, 0, STEPS)],
@@ -100,7 +108,8 @@ def _run_all(
         ranks, shared, until = CASES[name][number - 1]
         kind = name.split()[0]
         stage = shared if isinstance(shared, int) else 0
-        leg = Leg(ranks, stage, ranks if shared == TENSOR else 1, until, KINDS[kind])
+        tensor, stages = (ranks if shared == word else 1 for word in (TENSOR, STAGES))
+        leg = Leg(ranks, stage, tensor, stages, until, KINDS[kind])
         if ranks == 1:
             run_leg(leg, plans[kind], job, root / name, resume=number > 1)
         else:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from tightfit.bill.stages import stage_layers
+
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -156,12 +158,18 @@ class ModelTensors:
         """What pipeline stage `stage` of `stages` holds: a run of layers, the ends at the ends.
 
         Where the output layer is tied, the last stage has a copy of the embedding.
+
+        Raises:
+            UnsupportedError: there are fewer layers than stages.
         """
         if stages == 1:
             return self
         first, last = stage == 0, stage == stages - 1
-        count = len(self.layers)
-        layers = self.layers[stage * count // stages : (stage + 1) * count // stages]
+        weights = [_weight(group) for group in (self.embedding, *self.layers, self.head)]
+        embedding, *layer_weights, head = weights
+        head += embedding * self.tied
+        numbers = stage_layers(layer_weights, embedding, head, stages)[stage]
+        layers = self.layers[numbers.start : numbers.stop]
         own = self.embedding if first or (last and self.tied) else ()
         return ModelTensors(own, layers, self.head if last else ())
 
@@ -172,6 +180,12 @@ class ModelTensors:
             for tensor in self
             if tensor.trainable == trainable and tensor.quantised == quantised
         )
+
+
+def _weight(group: Group) -> int:
+    """Parameters of the base, which the engine cuts before it adds adapters."""
+    frozen = [tensor for tensor in group if not tensor.trainable]
+    return sum(tensor.total_elements for tensor in frozen or group)
 
 
 def _share(count: int, layers: int) -> Tensor:

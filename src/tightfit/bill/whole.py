@@ -11,13 +11,11 @@ def is_sharded(policies: Policies) -> bool:
 
 
 def keeps_whole_parameters(policies: Policies) -> bool:
-    """Stages 1 and 2 keep them until backward has passed, a pipeline to the end of the step."""
-    sharding = policies.sharding
-    return is_sharded(policies) and (sharding.zero_stage < 3 or sharding.pipeline_parallel > 1)
+    """Stages 1 and 2 keep them until backward has passed."""
+    return is_sharded(policies) and policies.sharding.zero_stage < 3
 
 
 def keeps_whole_gradients(policies: Policies) -> bool:
-    """Stage 1 adds micro-batches up before it reduces; so does a pipeline at every stage."""
-    sharding = policies.sharding
-    adds_up = sharding.zero_stage == 1 and policies.batch.accumulation_steps > 1
-    return is_sharded(policies) and (adds_up or sharding.pipeline_parallel > 1)
+    """Stage 1 adds micro-batches up before it reduces."""
+    adds_up = policies.sharding.zero_stage == 1 and policies.batch.accumulation_steps > 1
+    return is_sharded(policies) and adds_up

@@ -20,7 +20,6 @@ from tightfit.engine.adapter import apply_adapter, import_library
 from tightfit.engine.quantisation import linear_layers
 from tightfit.engine.supported import engine_lacks
 from tightfit.engine.tensor_parallel import divided_dims
-from tightfit.ledger import Section
 from tightfit.policies import (
     OptimizerName,
     Policies,
@@ -30,7 +29,6 @@ from tightfit.policies import (
 
 # There from init to the end of a run; what comes and goes is counted by the dry run.
 _STATES = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES)
-Sections = dict[Section, dict[Tier, dict[Kind, int]]]
 
 
 @dataclass(frozen=True)
@@ -51,28 +49,14 @@ def nearest(wanted: Policies) -> Nearest:
     notes = tuple(f"{what}: closed form, not trained with yet" for what in engine_lacks(wanted))
     if not notes:
         return Nearest(wanted, ())
-    sharding, batch = wanted.sharding, wanted.batch
     optimizer = wanted.optimizer
     if optimizer.name is OptimizerName.ADAFACTOR:
         optimizer = replace(optimizer, name=OptimizerName.ADAMW)
-    stage = sharding.zero_stage
-    if sharding.pipeline_parallel > 1:
-        # A pipeline keeps whole parameters and gradients to the end of the step, as stage 1 does
-        # when it adds micro-batches up.
-        stage = min(stage, 1)
-        batch = replace(batch, accumulation_steps=max(2, batch.accumulation_steps))
     return Nearest(
         replace(
             wanted,
-            batch=batch,
             optimizer=optimizer,
             quantisation=wanted.quantisation and QuantisationPolicy(),
-            sharding=replace(
-                sharding,
-                ranks=sharding.data_parallel * sharding.tensor_parallel,
-                zero_stage=stage,
-                pipeline_parallel=1,
-            ),
         ),
         notes,
     )
@@ -82,20 +66,18 @@ def exchange_states(
     table: MemoryTable,
     run: Policies,
     wanted: Policies,
-    stage: ModelTensors,
-    whole: ModelTensors,
+    tensors: ModelTensors,
     *,
     card: bool,
 ) -> MemoryTable:
     """The table of `run` with the model states of `wanted`: what the closed forms differ by.
 
     Args:
-        stage: what the dry run has built.
-        whole: all layers.
+        tensors: of the whole model.
         card: whether what travels is page-locked on the host.
     """
-    before = _states(tensor_state_bytes(stage, run), run, card=card)
-    after = _states(tensor_state_bytes(whole, wanted), wanted, card=card)
+    before = _states(tensor_state_bytes(tensors, run), run, card=card)
+    after = _states(tensor_state_bytes(tensors, wanted), wanted, card=card)
     peaks = {
         phase: {
             tier: _exchanged(tiers.get(tier, {}), before[tier], after[tier], phase) for tier in Tier
@@ -130,28 +112,6 @@ def _exchanged(counted: Kinds, before: Kinds, after: Kinds, phase: Phase) -> Kin
         more = after.get(kind, 0) - before.get(kind, 0)
         kinds[kind] = max(0, counted.get(kind, 0) + more)
     return {kind: count for kind, count in kinds.items() if count}
-
-
-def in_flight(sections: Sections, policies: Policies) -> Sections:
-    """A stage's sections with the micro-batches that a 1F1B pipeline has begun and not finished.
-
-    The first stage has as many of them as there are stages and no logits, the last has one and the
-    logits (https://arxiv.org/abs/2104.04473); the larger of the two in every section.
-    """
-    begun = min(policies.sharding.pipeline_parallel, policies.batch.accumulation_steps)
-    return {
-        section: {tier: _fuller(kinds, begun, section[0]) for tier, kinds in tiers.items()}
-        for section, tiers in sections.items()
-    }
-
-
-def _fuller(kinds: dict[Kind, int], begun: int, phase: Phase) -> dict[Kind, int]:
-    if begun == 1 or phase not in (Phase.FORWARD, Phase.BACKWARD):
-        return kinds
-    first = dict(kinds)
-    first.pop(Kind.LOGITS, None)
-    first[Kind.ACTIVATIONS] = begun * kinds.get(Kind.ACTIVATIONS, 0)
-    return first if sum(first.values()) > sum(kinds.values()) else kinds
 
 
 def tensors_of(config: PretrainedConfig, policies: Policies) -> ModelTensors:

@@ -84,8 +84,17 @@ def _bytes(tensor: torch.Tensor) -> int:
 def train_step(engine: Engine, policies: Policies, workload: Workload) -> None:
     """The second micro-batch already sees what accumulates, so two stand for any number.
 
-    They are counted apart: with few layers the first may take more, with many the second.
+    They are counted apart: with few layers the first may take more, with many the second. Stages
+    of a pipeline have as many at a time as their schedule says.
     """
+    if engine.is_stage:
+        batch = policies.batch
+        size = batch.micro_batch_size, workload.sequence_length
+        engine.forward_backward(
+            [fake_batch(*size) for _ in range(batch.accumulation_steps)], workload.tokens_per_step
+        )
+        engine.step()
+        return
     counting = ledger.active()
     for index in range(policies.batch.accumulation_steps):
         if counting is not None:
@@ -118,6 +127,10 @@ def generate(engine: Engine, workload: Workload) -> None:
 
 
 def _answer(engine: Engine, workload: Workload) -> None:
+    if engine.is_stage:
+        tokens, _ = fake_batch(1, workload.prompt_length + workload.max_new_tokens)
+        engine.next_token(tokens)
+        return
     # What `generate` keeps beside the cache: tokens, mask, positions, and one of them as it grows.
     tokens, others = fake_batch(2, workload.prompt_length + workload.max_new_tokens)
     prompt = tokens[:1, : workload.prompt_length]

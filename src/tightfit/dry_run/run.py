@@ -13,7 +13,7 @@ from tightfit import ledger
 from tightfit.bill.runtime import Capability
 from tightfit.bill.table import Kind, Phase
 from tightfit.dry_run.allocator import CachingAllocator
-from tightfit.dry_run.assumed import exchange_states, in_flight, nearest, tensors_of
+from tightfit.dry_run.assumed import exchange_states, nearest, tensors_of
 from tightfit.dry_run.config import build_model
 from tightfit.dry_run.depth import SHALLOW, depths_of, extrapolate, with_depth
 from tightfit.dry_run.fakes import fake_tensors, make_fake
@@ -23,14 +23,13 @@ from tightfit.dry_run.program import evaluate, fill, generate, resume, save, tra
 from tightfit.dry_run.ranks import fake_ranks
 from tightfit.dry_run.result import DryRun, Shape
 from tightfit.dry_run.sections import follow_layers
-from tightfit.dry_run.slices import pipeline_slice
 from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.layers import decoder_layers
 from tightfit.engine.precision import DTYPES
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
-from tightfit.policies import Policies, Tier
+from tightfit.policies import PipelineSchedule, Policies, Tier
 
 Sections = dict[Section, dict[Tier, Kinds]]
 
@@ -63,15 +62,16 @@ def run(
     """See `dry_run`."""
     chosen = nearest(wanted)
     job = Job(_briefly(chosen.policies), workload, card)
-    stage = pipeline_slice(config, wanted.sharding.pipeline_parallel)
-    counted = _counted(stage, job, full_depth=full_depth or _divides_layers(job.policies))
-    table = table_of_sections(in_flight(counted.sections, wanted))
+    if wanted.sharding.pipeline_parallel > 1:
+        counted = _fullest_stages(config, job)
+    else:
+        counted = _counted(config, job, full_depth=full_depth or _divides_layers(job.policies))
+    table = table_of_sections(counted.sections)
     if chosen.notes:
         table = exchange_states(
             table,
             job.policies,
             wanted,
-            tensors_of(stage, wanted),
             tensors_of(config, wanted),
             card=card is not None,
         )
@@ -92,6 +92,31 @@ def run(
         ),
         chosen.notes,
     )
+
+
+def _fullest_stages(config: PretrainedConfig, job: Job) -> _Counted:
+    """For every section and tier the stage of a pipeline that takes most there.
+
+    Stages are built as they are, all of them: together they have the layers of one model.
+    """
+    sharding = job.policies.sharding
+    per_stage = sharding.ranks // sharding.pipeline_parallel
+    stages = [
+        _program(config, job, rank=per_stage * number)
+        for number in range(sharding.pipeline_parallel)
+    ]
+    names = {name: None for stage in stages for name in stage.sections}
+    fullest: Sections = {
+        name: {
+            tier: max(
+                (stage.sections.get(name, {}).get(tier, {}) for stage in stages),
+                key=lambda kinds: sum(kinds.values()),
+            )
+            for tier in Tier
+        }
+        for name in names
+    }
+    return _Counted(fullest, max(stage.allocator_bytes for stage in stages))
 
 
 def _divides_layers(policies: Policies) -> bool:
@@ -119,9 +144,12 @@ def _counted(config: PretrainedConfig, job: Job, *, full_depth: bool) -> _Counte
 
 
 def _briefly(policies: Policies) -> Policies:
-    """Two micro-batches stand for any number: the second sees what accumulates. Updates take the
-    same memory at once as in a thread, which no ledger would see."""
-    steps = min(policies.batch.accumulation_steps, 2)
+    """Two micro-batches stand for any number: the second sees what accumulates. In a pipeline one
+    more than a stage has at a time does, which with GPipe has all. Updates take the same memory at
+    once as in a thread, which no ledger would see."""
+    steps, sharding = policies.batch.accumulation_steps, policies.sharding
+    if sharding.pipeline_schedule is not PipelineSchedule.GPIPE or sharding.pipeline_parallel == 1:
+        steps = min(steps, sharding.pipeline_parallel + 1)
     return replace(
         policies,
         batch=replace(policies.batch, accumulation_steps=steps),
@@ -142,15 +170,15 @@ def _along(few: dict[Tier, Kinds], more: dict[Tier, Kinds], steps: int) -> dict[
     return {tier: extrapolate(few[tier], more[tier], steps) for tier in Tier}
 
 
-def _program(config: PretrainedConfig, job: Job) -> _Counted:
-    """Everything a training run does, once, on fake tensors."""
+def _program(config: PretrainedConfig, job: Job, rank: int = 0) -> _Counted:
+    """Everything a training run does on one rank, once, on fake tensors."""
     policies, card = job.policies, job.card
     if policies.adapter is not None:
         import_library()
     with torch.device("meta"):
         model = build_model(config, DTYPES[policies.precision.parameters])
     with ExitStack() as stack:
-        stack.enter_context(fake_ranks(policies.sharding.ranks))
+        stack.enter_context(fake_ranks(policies.sharding.ranks, rank))
         stack.enter_context(fake_tensors())
         make_fake(model)
         layers = decoder_layers(model)
@@ -163,7 +191,8 @@ def _program(config: PretrainedConfig, job: Job) -> _Counted:
         if card is not None:
             counting.replay_device(allocator.resize)
         resume(engine)
-        follow_layers(layers, counting)
+        if not engine.is_stage:
+            follow_layers(layers, counting)
         train_step(engine, policies, job.workload)
         with ledger.phase(Phase.FORWARD):
             pass  # the next step begins with what this one has left

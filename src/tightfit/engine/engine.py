@@ -225,6 +225,17 @@ class Engine:
             if self._stream is not None:
                 self._stream.release()
 
+    def next_token(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after each of some sequences, `[batch, seq]`, on a pipeline, whose
+        stages must all call it. Nothing is kept from one call to the next.
+
+        Args:
+            input_ids: without padding.
+        """
+        assert self._pipeline is not None, "a whole model generates by itself"
+        with self.evaluating():
+            return self._pipeline.next_token(input_ids)
+
     def evaluation_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
         """Cross-entropy summed over the trained tokens, without gradients, dropout off."""
         with self.evaluating():

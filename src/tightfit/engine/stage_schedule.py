@@ -113,11 +113,24 @@ class Pipeline:
     def evaluation_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
         """The summed cross-entropy of one batch, the same on every stage."""
         received = self._from_previous(self.shape_of(input_ids))
-        result = self.call((input_ids, labels), received, trained_tokens=1)
+        result = self.call((input_ids, labels), received)
         if self._stage.is_last:
             return self.sum_of(float(result))
         self._to_next(result, None)
         return self.sum_of(0.0)
+
+    @torch.no_grad()
+    def next_token(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after each sequence, `[batch]`, the same on every stage."""
+        received = self._from_previous(self.shape_of(input_ids))
+        result = self.call((input_ids, None), received)
+        if not self._stage.is_last:
+            self._to_next(result, None)
+        tokens = torch.zeros_like(input_ids[:, 0])
+        if self._stage.is_last:
+            tokens = result[:, -1].argmax(dim=-1)
+        dist.broadcast(tokens, group=self._group, group_src=self._stage.stages - 1)
+        return tokens
 
     def sum_of(self, value: float) -> float:
         """Over all stages."""
@@ -137,9 +150,14 @@ class Pipeline:
         add_up_with(peer, gradient, self._group, self.device)
 
     def call(
-        self, batch: MicroBatch, received: torch.Tensor | None, *, trained_tokens: int
+        self,
+        batch: tuple[torch.Tensor, torch.Tensor | None],
+        received: torch.Tensor | None,
+        *,
+        trained_tokens: int = 1,
     ) -> torch.Tensor:
-        """This stage's forward: hidden states, `[batch, seq, hidden]`, or on the last the loss."""
+        """This stage's forward: hidden states, `[batch, seq, hidden]`; on the last the loss, or
+        without labels the logits after the last token, `[batch, 1, vocabulary]`."""
         input_ids, labels = batch
         inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if received is not None:
@@ -152,7 +170,10 @@ class Pipeline:
                 hidden: torch.Tensor = self._root(**inputs)
                 self._check(hidden, input_ids)
                 return hidden
-            divisor = torch.tensor(trained_tokens, device=input_ids.device)
+            if labels is None:
+                logits: torch.Tensor = self._root(**inputs, logits_to_keep=1).logits
+                return logits
+            divisor = torch.tensor(max(trained_tokens, 1), device=input_ids.device)
             loss: torch.Tensor = self._root(
                 **inputs, labels=labels, num_items_in_batch=divisor
             ).loss

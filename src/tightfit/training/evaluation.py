@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,8 @@ def answer(
 ) -> str:
     """The model's greedy answer."""
     prompt = prompt_tokens(tokenizer, question).to(engine.device)
+    if engine.is_stage:
+        return _shown(tokenizer, _through_stages(engine, prompt, max_new_tokens))
     with engine.evaluating():
         tokens = engine.model.generate(  # type: ignore[operator]
             input_ids=prompt,
@@ -62,9 +65,60 @@ def answer(
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
         )
-    text = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
+    return _shown(tokenizer, tokens[0, prompt.shape[1] :].tolist())
+
+
+def _through_stages(engine: Engine, prompt: torch.Tensor, max_new_tokens: int) -> list[int]:
+    """The greedy answer's tokens, each by a forward of all before it: stages keep no cache."""
+    ends = engine.model.generation_config.eos_token_id  # type: ignore[union-attr]
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens:
+        so_far = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1)
+        tokens.append(int(engine.next_token(so_far)))
+        if tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+            break
+    return tokens
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
     assert isinstance(text, str)
     return text.strip()
+
+
+class MicroBatches(Sequence[tuple[torch.Tensor, torch.Tensor]]):
+    """Input ids and labels `[batch, seq]` of micro-batches, padded and moved when looked up.
+
+    Args:
+        groups: the samples of each.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[Sample]], pad_token_id: int, device: torch.device
+    ) -> None:
+        self._groups = groups
+        self._pad_token_id = pad_token_id
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> MicroBatches: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[torch.Tensor, torch.Tensor] | MicroBatches:
+        if isinstance(index, slice):
+            return MicroBatches(self._groups[index], self._pad_token_id, self._device)
+        batch = on_device(collate(self._groups[index], self._pad_token_id), self._device)
+        return batch.input_ids, batch.labels
+
+    @property
+    def tokens(self) -> int:
+        """Positions of all, padding included."""
+        return sum(len(g) * max(len(sample.input_ids) for sample in g) for g in self._groups)
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

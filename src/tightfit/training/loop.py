@@ -24,9 +24,9 @@ from tightfit.facts.job import Job
 from tightfit.monitor.memory import MemoryWatch
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.training import together
-from tightfit.training.batches import collate, global_batches, rounds, trained_tokens
+from tightfit.training.batches import global_batches, rounds, trained_tokens
 from tightfit.training.checkpoint import Progress, prune_checkpoints, save_checkpoint
-from tightfit.training.evaluation import evaluate, on_device
+from tightfit.training.evaluation import MicroBatches, evaluate
 from tightfit.training.interrupt import InterruptFlag
 from tightfit.training.samples import PreparedData, Sample
 
@@ -210,17 +210,11 @@ class TrainingLoop:
 
     def _forward_backward(self, samples: list[Sample]) -> tuple[float, int]:
         """Loss per trained token of the global batch, and the tokens that all ranks processed."""
-        total, tokens = 0.0, 0
-        trained = trained_tokens(samples)
         ranks = self.engine.ranks
-        for group in rounds(samples, self._micro_batch_size, ranks.data_rank, ranks.data_ranks):
-            batch = on_device(collate(group, self._pad_token_id), self.engine.device)
-            loss = self.engine.loss(batch.input_ids, batch.labels, trained)
-            self.engine.backward(loss)
-            total += float(loss.detach())
-            tokens += batch.input_ids.numel()
-            del loss
-        loss_of_all, tokens_of_all = ranks.total([total, tokens])
+        groups = rounds(samples, self._micro_batch_size, ranks.data_rank, ranks.data_ranks)
+        batches = MicroBatches(groups, self._pad_token_id, self.engine.device)
+        loss = self.engine.forward_backward(batches, trained_tokens(samples))
+        loss_of_all, tokens_of_all = ranks.total([loss, batches.tokens])
         return loss_of_all, int(tokens_of_all)
 
     def _count_bad(self, record: StepRecord) -> None:
