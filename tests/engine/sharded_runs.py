@@ -224,24 +224,23 @@ GRID = {
 PIPELINE = {
     2: [
         "0 pp2 accumulate",
-        "0 pp2 four untied checkpoint",
+        "0 pp2 four untied checkpoint peek",
         "0 pp2 four gpipe chunk",
         "0 pp2 gemma2 eager four",
-        "0 pp2 host four slice",
-        "0 pp2 lora four late",
-        "0 pp2 moe four bf16",
+        "0 pp2 host four slice short",
+        "0 pp2 away four untied",
+        "0 pp2 moe four empty",
     ],
-    3: ["0 pp3 four", "0 pp3 empty four untied chunk"],
+    3: ["0 pp3 four", "0 pp3 empty four untied chunk late"],
     4: [
         "0 pp2 accumulate",
         "1 pp2 four empty",
-        "2 pp2 four untied",
+        "2 pp2 four untied peek",
         "3 pp2 four empty checkpoint",
         "3 pp2 four gpipe host",
-        "0 pp2 tp2 four chunk",
-        "0 pp2 tp2 empty accumulate untied",
+        "0 pp2 tp2 four checkpoint",
+        "0 pp2 tp2 accumulate chunk untied",
     ],
-    8: ["3 pp2 tp2 four empty checkpoint chunk"],
 }
 SETS = {"pipeline": PIPELINE, "sharding": SHARDING, "tensor": TENSOR, "grid": GRID}
 

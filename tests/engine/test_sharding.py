@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from tightfit.bill.table import Kind
 from tightfit.dry_run.ranks import fake_ranks
 from tightfit.engine.apply import fit
-from tightfit.errors import ConfigError, UnsupportedError
+from tightfit.errors import ConfigError
 from tightfit.policies import Policies, ShardingPolicy
 
 PROGRAM = Path(__file__).with_name("sharded_runs.py")
@@ -169,12 +169,6 @@ def test_as_many_ranks_as_the_policy_says(make_model: Any) -> None:
         fit(make_model(), policies)
     with fake_ranks(3), pytest.raises(ConfigError, match=r"for 2 ranks.* process group of 3"):
         fit(make_model(), policies)
-
-
-@pytest.mark.parametrize("sharding", [ShardingPolicy(2, 0, 1, 2)])
-def test_no_pipeline_yet(make_model: Any, sharding: ShardingPolicy) -> None:
-    with pytest.raises(UnsupportedError, match="not available in training yet"):
-        fit(make_model(), Policies(sharding=sharding))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -240,6 +240,11 @@ class Job(BaseModel):
     )
     tensor_parallel_size: Cards = Field(1, description="Ranks that share each layer's matrices.")
     pipeline_parallel_size: Cards = Field(1, description="Stages, each with its own layers.")
+    pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b",
+        description="Order of micro-batches in a pipeline: one forward, one backward, with few in "
+        "flight, or all forwards first. Interleaved stages are not there.",
+    )
     allow: list[Literal["lora"]] = Field(
         default_factory=list, description="What the planner may change although it alters numbers."
     )

@@ -44,6 +44,10 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
         "num_gpus": policies.sharding.ranks == fixed.sharding.ranks,
         "zero_stage": policies.sharding.zero_stage in {s.zero_stage for s in options.shardings},
         "data_parallel_replicas": policies.sharding.replicas == fixed.sharding.replicas,
+        "pipeline_parallel_size": policies.sharding.pipeline_parallel
+        == fixed.sharding.pipeline_parallel,
+        "pipeline_schedule": policies.sharding.pipeline_schedule
+        is fixed.sharding.pipeline_schedule,
         "quantization_bit": policies.quantisation == fixed.quantisation,
         "finetuning_type": fixed.adapter is None or policies.adapter is not None,
         "missing allow: [lora]": policies.adapter is None

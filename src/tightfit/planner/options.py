@@ -26,6 +26,7 @@ from tightfit.policies import (
     LossPolicy,
     OptimizerName,
     OptimizerPolicy,
+    PipelineSchedule,
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
@@ -249,7 +250,8 @@ def _shardings(job: Job) -> tuple[ShardingPolicy, ...]:
     if job.zero_stage != "auto":
         stages = (job.zero_stage,)
     width = (job.tensor_parallel_size, job.pipeline_parallel_size)
-    return tuple(ShardingPolicy(job.ranks, stage, *width, replicas) for stage in stages)
+    schedule = PipelineSchedule(job.pipeline_schedule)
+    return tuple(ShardingPolicy(job.ranks, stage, *width, replicas, schedule) for stage in stages)
 
 
 def _quantisation(job: Job) -> QuantisationPolicy | None:

@@ -65,7 +65,8 @@ def _whole(table: MemoryTable, policies: Policies, card: Capability | None) -> M
         ranks=sharding.ranks,
         communicators=sum(size > 1 for size in sizes),
         link=likely_link(card),
-        all_reduces=sharding.data_parallel > sharding.shards or sharding.tensor_parallel > 1,
+        all_reduces=sharding.data_parallel > sharding.shards
+        or max(sharding.tensor_parallel, sharding.pipeline_parallel) > 1,
     )
     if runtime.total_bytes:
         table = table.plus(Tier.DEVICE, Kind.RUNTIME, runtime.total_bytes)

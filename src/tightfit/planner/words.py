@@ -45,6 +45,8 @@ def techniques(policies: Policies) -> dict[str, str]:
         }
         if sharding.replicas > 1:
             chosen["data_parallel_replicas"] = str(sharding.replicas)
+        if sharding.pipeline_parallel > 1:
+            chosen["pipeline_schedule"] = str(sharding.pipeline_schedule)
     return chosen
 
 
