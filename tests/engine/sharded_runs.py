@@ -446,8 +446,7 @@ def one_step(
         engine.discard_gradients()
     if engine.is_stage:
         total = engine.forward_backward(batches, TRAINED_TOKENS)
-        batches = []
-    for ids, labels in batches:
+    for ids, labels in () if engine.is_stage else batches:
         loss = engine.loss(ids, labels, TRAINED_TOKENS)
         last_rank = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
         if "inf" in unusual and last_rank:

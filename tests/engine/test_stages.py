@@ -148,6 +148,7 @@ def test_what_cannot_be_cut_is_refused(make_model: Any) -> None:
         apply_stage(routers, 0, 2)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_adapters_on_a_tied_embedding_are_refused(make_model: Any) -> None:
     policies = Policies(
         sharding=ShardingPolicy(2, pipeline_parallel=2),
