@@ -6,6 +6,7 @@ hang or crash in the libraries is a message. Does not know what ranks do togethe
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def process_group(
         if device is None and dist.is_initialized():
             dist.destroy_process_group()
         raise
+    gc.collect()  # engines that nobody has any more hold groups, whose threads must end before us
     dist.destroy_process_group()
 
 
