@@ -114,6 +114,31 @@ def test_a_writer_that_is_cut_short_goes_on(
     assert torch.equal(load_file(path)["a"], tensor)
 
 
+def test_after_a_failure_the_parts_that_are_left_are_still_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks wait in the making of each."""
+    entries = [Entry(str(i), torch.float32, (4,)) for i in range(3)]
+    path = tmp_path / "file.safetensors"
+    lay_out(path, entries)
+    made, asked = [], []
+
+    def full(fd: int, data: memoryview, at: int) -> int:
+        asked.append(at)
+        raise OSError("full")
+
+    def parts() -> Iterator[Part]:
+        for i in range(3):
+            made.append(i)
+            yield Part(str(i), whole(torch.ones(4)), torch.ones(4))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with TensorWriter({path: entries}) as writer, pytest.raises(OSError, match="full"):
+        writer.write(parts())
+    assert made == [0, 1, 2]
+    assert len(asked) == 1
+
+
 def test_no_room_is_known_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"No space left|too large"):
         lay_out(tmp_path / "file.safetensors", [Entry("a", torch.float32, (2**50,))])

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def save_checkpoint(
         _write(temporary, engine, tokenizer, progress, with_optimizer=with_optimizer)
         with together.failing_together(OSError):
             if together.rank() == 0:
+                _flush([*temporary.iterdir(), temporary])
                 _put_in_place(temporary, folder)
     except (OSError, SafetensorError, TrainingError) as error:
         if together.rank() == 0:
@@ -146,17 +148,16 @@ def _write(
             write_index(temporary, files)
             for path, its_own in files.items():
                 lay_out(path, its_own)
-    with (
-        together.failing_together(OSError, SafetensorError),
-        ledger.phase(Phase.SAVE),
-        TensorWriter(files) as writer,
-    ):
+    with ExitStack() as stack:
+        # Before anybody writes: ranks may wait for each other in what is written.
+        with together.failing_together(OSError):
+            writer = stack.enter_context(TensorWriter(files))
+        stack.enter_context(together.failing_together(OSError, SafetensorError))
+        stack.enter_context(ledger.phase(Phase.SAVE))
         writer.write(saved.parts())
         if with_optimizer:
             writer.write(state_parts(engine))
             writer.write(random_parts(engine))
-    if together.rank() == 0:
-        _flush([*temporary.iterdir(), temporary])
 
 
 def _prepare_folder(

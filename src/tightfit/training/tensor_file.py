@@ -114,21 +114,33 @@ class TensorWriter:
     def write(self, parts: Iterable[Part]) -> None:
         """Write parts; one is asked for when the one before is written.
 
+        When one cannot be written the others are still asked for: ranks may make them together.
+
         Raises:
-            OSError: it could not be written.
+            OSError: one could not be written.
         """
+        failed: OSError | None = None
         for part in parts:
-            index, offset, entry = self._places[part.name]
-            assert part.values.dtype is entry.dtype, part.name
-            on_host = part.values.detach().contiguous().cpu()
-            assert on_host.shape == tuple(s.stop - s.start for s in part.region), part.name
-            if on_host.numel():
-                memory = memory_of(on_host)
-                for begin, place, count in _runs(entry, part.region):
-                    piece = memory[begin : begin + count]
-                    _write(self._descriptors[index], piece, offset + place)
+            try:
+                if failed is None:
+                    self._write_part(part)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
         for descriptor in self._descriptors:
             os.fsync(descriptor)
+
+    def _write_part(self, part: Part) -> None:
+        index, offset, entry = self._places[part.name]
+        assert part.values.dtype is entry.dtype, part.name
+        on_host = part.values.detach().contiguous().cpu()
+        assert on_host.shape == tuple(s.stop - s.start for s in part.region), part.name
+        if on_host.numel():
+            memory = memory_of(on_host)
+            for begin, place, count in _runs(entry, part.region):
+                piece = memory[begin : begin + count]
+                _write(self._descriptors[index], piece, offset + place)
 
 
 class TensorReader:
