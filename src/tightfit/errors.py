@@ -53,6 +53,10 @@ class TrainingError(TightfitError):
     """Training cannot go on: the loss is not a number any more, or memory ran out."""
 
 
+class OtherRankError(TrainingError):
+    """What another rank has failed at, and says itself; this one cannot go on without it."""
+
+
 class Interrupted(TightfitError):
     """The user stopped the run; the message says what the last checkpoint is."""
 

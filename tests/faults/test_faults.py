@@ -18,6 +18,7 @@ KILLED = "was killed by SIGKILL"
 MEMORY = "out of memory although the bill fitted: no memory left for this test"
 FULL = "could not be written ("
 ODD = "ValueError: something odd"
+LAST = "from {run}/checkpoint-2"
 SLOW = pytest.mark.slow
 # With what is said, and the step of the last checkpoint that is whole, 0 for none.
 RESUMED = [
@@ -43,13 +44,13 @@ RESUMED = [
     pytest.param(Fault("answer", "odd", after=4), ODD, 4, marks=SLOW),
 ]
 RESTARTED = [
-    pytest.param(Fault("writing", after=4), KILLED, "from {run}/checkpoint-2"),
-    pytest.param(Fault("forward", "memory", after=3), MEMORY, "from {run}/checkpoint-2", marks=SLOW),
+    pytest.param(Fault("writing", after=4), KILLED, LAST),
+    pytest.param(Fault("forward", "memory", after=3), MEMORY, LAST, marks=SLOW),
     pytest.param(Fault("writing", after=2), KILLED, "from the start", marks=SLOW),
     pytest.param(Fault("evaluation", after=0), KILLED, "from the start", marks=SLOW),
     pytest.param(Fault("loading", after=0), KILLED, "from the start", marks=SLOW),
     pytest.param(Fault("loading", rank=0, after=0), KILLED, "from the start", marks=SLOW),
-    pytest.param(Fault("step", rank=0), KILLED, "from {run}/checkpoint-2", marks=SLOW),
+    pytest.param(Fault("step", rank=0), KILLED, LAST, marks=SLOW),
 ]
 
 

@@ -9,7 +9,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tightfit.errors import ConfigError, DoesNotFitError, Interrupted, TrainingError
+from tightfit.errors import (
+    ConfigError,
+    DoesNotFitError,
+    Interrupted,
+    OtherRankError,
+    TrainingError,
+)
 from tightfit.launch.failures import Cause, Failure, failure_of, first_cause
 
 
@@ -23,6 +29,7 @@ def failure(rank: int, cause: Cause, seconds: float) -> Failure:
         (ConfigError("wrong"), Cause.SAID, 2, "wrong"),
         (DoesNotFitError("too much", 7), Cause.SAID, 3, "too much"),
         (TrainingError("no number"), Cause.SAID, 1, "no number"),
+        (OtherRankError("rank 0 failed: full"), Cause.TOLD, 1, "rank 0 failed: full"),
         (Interrupted("saved"), Cause.SAVED, 130, "saved"),
         (KeyboardInterrupt(), Cause.STOPPED, 130, "interrupted"),
         (dist.DistBackendError("NCCL error"), Cause.LOST_TOUCH, 1, "NCCL error"),
@@ -46,6 +53,7 @@ def test_an_exception_as_a_failure(
         ([failure(0, Cause.FAULT, 2.0), failure(1, Cause.SAID, 1.0)], 1),
         ([failure(0, Cause.LOST_TOUCH, 1.0), failure(1, Cause.DIED, 1.5)], 1),
         ([failure(0, Cause.LOST_TOUCH, 2.0), failure(1, Cause.LOST_TOUCH, 1.0)], 1),
+        ([failure(0, Cause.SAID, 2.0), failure(1, Cause.TOLD, 1.0)], 0),
         ([failure(0, Cause.LOST_TOUCH, 1.0), failure(2, Cause.MACHINE, 11.0)], 2),
         ([failure(1, Cause.SAID, 1.0), failure(0, Cause.SAID, 1.0)], 0),
     ],

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
-from tightfit.errors import Interrupted, TightfitError
+from tightfit.errors import Interrupted, OtherRankError, TightfitError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _FAILED, _INTERRUPTED = 1, 130
@@ -34,6 +34,7 @@ class Cause(StrEnum):
         SAID: an error of tightfit, whose text is for the user.
         FAULT: any other exception.
         LOST_TOUCH: another rank is gone or did not answer.
+        TOLD: another rank has failed, and has told this one.
         SAVED: the user stopped it, and it has saved.
         STOPPED: the user stopped it before there was anything to save.
         DIED: it has not said why.
@@ -43,10 +44,14 @@ class Cause(StrEnum):
     SAID = "said"
     FAULT = "fault"
     LOST_TOUCH = "lost touch"
+    TOLD = "told"
     SAVED = "saved"
     STOPPED = "stopped"
     DIED = "died"
     MACHINE = "machine"
+
+
+_CONSEQUENCES = (Cause.LOST_TOUCH, Cause.TOLD)
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,8 @@ def failure_of(error: BaseException, rank: int, trace: str) -> Failure:
         cause, code, message = Cause.STOPPED, _INTERRUPTED, "interrupted"
     elif isinstance(error, Interrupted):
         cause, code = Cause.SAVED, error.exit_code
+    elif isinstance(error, OtherRankError):
+        cause = Cause.TOLD
     elif isinstance(error, TightfitError):
         cause, code = Cause.SAID, error.exit_code
     elif _is_consequence(error):
@@ -158,7 +165,7 @@ def read_failure(path: Path) -> Failure | None:
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
     """The earliest failure that is not a consequence of another; the earliest, where all are."""
-    return min(failures, key=lambda f: (f.cause is Cause.LOST_TOUCH, f.seconds, f.rank))
+    return min(failures, key=lambda f: (f.cause in _CONSEQUENCES, f.seconds, f.rank))
 
 
 def _is_consequence(error: BaseException) -> bool:

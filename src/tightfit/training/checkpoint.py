@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
-from tightfit.errors import ConfigError, TrainingError
+from tightfit.errors import ConfigError, OtherRankError, TrainingError
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
 from tightfit.training import together
@@ -108,12 +108,13 @@ def save_checkpoint(
             if together.rank() == 0:
                 _flush([*temporary.iterdir(), temporary])
                 _put_in_place(temporary, folder)
-    except (OSError, SafetensorError, TrainingError) as error:
+    except (OSError, SafetensorError, OtherRankError) as error:
         if together.rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         before = latest_checkpoint(output_dir)
         kept = "there is no earlier one" if before is None else f"{before} is the last one"
-        raise TrainingError(
+        kind = OtherRankError if isinstance(error, OtherRankError) else TrainingError
+        raise kind(
             f"{folder} could not be written ({error}); {kept}. Make room or see to the folder"
         ) from error
     return folder

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from tightfit.errors import TrainingError
+from tightfit.errors import OtherRankError
 
 Item = TypeVar("Item")
 
@@ -61,7 +61,7 @@ def failing_together(*kinds: type[Exception]) -> Iterator[None]:
             for it inside is told by its time-out only: use nothing that waits.
 
     Raises:
-        TrainingError: another rank failed; its message is that of the first that did.
+        OtherRankError: another rank failed; its message is that of the first that did.
     """
     error: Exception | None = None
     try:
@@ -73,4 +73,4 @@ def failing_together(*kinds: type[Exception]) -> Iterator[None]:
         raise error
     for number, message in enumerate(said):
         if message is not None:
-            raise TrainingError(f"rank {number} failed: {message}")
+            raise OtherRankError(f"rank {number} failed: {message}")

@@ -31,7 +31,7 @@ PLACES: dict[str, tuple[str, str, int]] = {
     "forward": ("transformers.models.llama.modeling_llama", "LlamaMLP.forward", 2),
     "backward": ("transformers.models.llama.modeling_llama", "LlamaMLP.forward", 2),
     "step": ("tightfit.engine.optimizer", "PlacedOptimizer._update_on_device", 1),
-    "evaluation": ("tightfit.engine.engine", "Engine.evaluation_loss", 2),
+    "evaluation": ("tightfit.engine.engine", "Engine.evaluation_loss", 1),
     "answer": ("tightfit.training.evaluation", "answer", 1),
     "layout": ("tightfit.training.tensor_file", "lay_out", 2),
     "opening": ("tightfit.training.tensor_file", "TensorWriter.__enter__", 1),
@@ -143,7 +143,7 @@ def set_trap(fault: dict[str, Any]) -> None:
     trap = Trap(fault["place"], fault["kind"], fault["after"])
     module, function, _ = PLACES[fault["place"]]
     exchanged = [(module, function, trap.watching), (*ENGINE, trap.counting)]
-    sys.meta_path.insert(0, Exchange(exchanged))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Exchange(exchanged))
 
 
 if "FAULT_NOTES" in os.environ:
