@@ -87,6 +87,35 @@ def run(folder: Path, job: Mapping[str, Any], *words: str, fault: Fault | None =
     return Ended(ended.returncode, ended.stdout, ended.stderr, seconds, left_behind)
 
 
+def run_each(folder: Path, jobs: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Start one rank of each job, as a launcher that gives each its own; codes and stderr."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank, job in enumerate(jobs):
+        path = folder / f"rank{rank}.yaml"
+        path.write_text(yaml.safe_dump(job))
+        own = {"RANK": rank, "WORLD_SIZE": len(jobs), "LOCAL_RANK": rank, "MASTER_PORT": port}
+        environment = {name: str(value) for name, value in own.items()} | {
+            "MASTER_ADDR": "127.0.0.1",
+            "LOCAL_WORLD_SIZE": str(len(jobs)),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tightfit", "train", str(path)],
+                env={**os.environ, **environment},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [process.communicate(timeout=HANGS_SECONDS)[1] for process in processes]
+    return [(process.returncode, each) for process, each in zip(processes, said, strict=True)]
+
+
 def losses(output_dir: Path) -> dict[int, float]:
     """By step; of those that were done twice the last time."""
     lines = (output_dir / "trainer_log.jsonl").read_text().splitlines()

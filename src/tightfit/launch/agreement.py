@@ -29,6 +29,7 @@ _PACKAGES = ("tightfit", "torch", "transformers", "peft")
 _OF_THE_MACHINE = ("node_rank", "master_addr", "master_port")
 _LONGEST = 60  # of a value in a message
 _VERDICT = "verdict"
+_TO_HEAR = timedelta(seconds=5)  # that the ranks are not the same
 
 
 def facts_of(job: Job, config: Mapping[str, Any]) -> Facts:
@@ -61,9 +62,12 @@ def check_agreement(
     if rank == 0:
         verdict = differences(_gather(store, world_size, timeout))
         store.set(_VERDICT, verdict)
+        if verdict:
+            _until_heard(store, world_size)
     else:
         _wait(store, [_VERDICT], "rank 0 did not come, or could not compare", timeout)
         verdict = store.get(_VERDICT).decode()
+        store.set(f"heard{rank}", "")
     if verdict:
         raise ConfigError(verdict)
 
@@ -97,6 +101,14 @@ def _gather(store: Store, world_size: int, timeout: timedelta) -> list[Facts]:
         missing = [rank for rank, name in enumerate(names) if not store.check([name])]
         raise RankError(_late(f"{said}; missing: {_named(missing)}", timeout)) from None
     return [json.loads(store.get(name)) for name in names]
+
+
+def _until_heard(store: Store, world_size: int) -> None:
+    """Rank 0 may be about to end, and the store with it."""
+    try:
+        store.wait([f"heard{rank}" for rank in range(1, world_size)], _TO_HEAR)
+    except dist.DistStoreError:
+        return  # they are gone, or lose touch
 
 
 def _wait(store: Store, names: list[str], said: str, timeout: timedelta) -> None:

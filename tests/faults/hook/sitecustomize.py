@@ -26,6 +26,7 @@ ENGINE = ("tightfit.engine.engine", "Engine.step")
 # Where a rank can fail: a function that is called there, and at which of its calls after the steps
 # that the fault waits for.
 PLACES: dict[str, tuple[str, str, int]] = {
+    "versions": ("tightfit.launch.agreement", "version", 2),
     "loading": ("tightfit.training.tensor_file", "TensorReader.read", 3),
     "data": ("tightfit.training.batches", "collate", 1),
     "forward": ("transformers.models.llama.modeling_llama", "LlamaMLP.forward", 2),
@@ -84,6 +85,8 @@ class Trap:
             if self._place in ("step", "backward"):
                 return self._fail_later(plain(*args, **keys))
             if self._calls == self._at:
+                if self._kind == "other":
+                    return "another one"
                 fail(self._kind)
             return plain(*args, **keys)
 
