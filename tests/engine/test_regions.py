@@ -62,9 +62,7 @@ def test_all_ranks_boxes_are_the_whole(
         with fake_ranks(SHARDS * TENSORS):
             names = (str(Dimension.SHARD), str(Dimension.TENSOR))
             mesh = init_device_mesh("cpu", (SHARDS, TENSORS), mesh_dim_names=names)
-            monkeypatch.setattr(
-                DeviceMesh, "get_local_rank", lambda self, dim, rank=rank: rank[dim]
-            )
+            monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda self, at=rank: list(at))
             held = placed(mesh, shard, tensor, rank)
             assert isinstance(held, DTensor)
             for box in boxes_of(held):

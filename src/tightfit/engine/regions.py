@@ -45,13 +45,12 @@ def boxes_of(tensor: torch.Tensor) -> list[Box]:
     runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
+        place = tensor.device_mesh.get_coordinate()
+        assert place is not None, "this rank is in the mesh"
         # Tensor-parallel ranks, who are innermost, share out first, and others what they have.
         for index, placement in reversed(list(enumerate(tensor.placements))):
             if isinstance(placement, Shard | _StridedShard):
-                ranks, rank = (
-                    tensor.device_mesh.size(index),
-                    tensor.device_mesh.get_local_rank(index),
-                )
+                ranks, rank = tensor.device_mesh.size(index), place[index]
                 pieces = 1
                 if isinstance(placement, _StridedShard) and names[index] == Dimension.TENSOR:
                     pieces = int(placement.split_factor)
