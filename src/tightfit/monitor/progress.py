@@ -83,6 +83,8 @@ def _line(record: StepRecord, limit: int | None) -> str:
         f"norm {record.grad_norm:.2f}",
         f"{record.tokens_per_second:.0f} tok/s",
     ]
+    if record.communication_seconds:
+        parts.append(f"comm {record.communication_share:.0%}")
     if record.device_peak_bytes is not None:
         now = "" if record.device_bytes is None else f"{format_bytes(record.device_bytes)} now, "
         most = "" if limit is None else f" of {format_bytes(limit)}"

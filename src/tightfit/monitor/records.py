@@ -21,6 +21,8 @@ class StepRecord:
         skipped: the norm was not finite and nothing was updated.
         nvme_written_bytes: to the disk that model states are placed on, for the last update that
             was finished by then; it wears the disk off.
+        communication_seconds: that this rank has waited for others in, not hidden by computing;
+            of rank 0, where a run's records are kept. 0 with one rank.
     """
 
     step: int
@@ -34,11 +36,17 @@ class StepRecord:
     device_peak_bytes: int | None
     skipped: bool = False
     nvme_written_bytes: int = 0
+    communication_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         """Processed tokens over wall time."""
         return self.tokens / self.seconds
+
+    @property
+    def communication_share(self) -> float:
+        """The part of the step that was spent waiting for other ranks, 0 to 1."""
+        return self.communication_seconds / self.seconds
 
     def to_json(self) -> dict[str, object]:
         """Its fields; numbers that are not finite become None."""

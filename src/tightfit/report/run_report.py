@@ -43,6 +43,11 @@ class RunReport:
         steps = list(self.records[1:] or self.records)
         return median(record.seconds for record in steps) if steps else None
 
+    def communication_share(self) -> float | None:
+        """Median part of a step that rank 0 waited for others in, of the same steps."""
+        steps = list(self.records[1:] or self.records)
+        return median(record.communication_share for record in steps) if steps else None
+
     def nvme_written_bytes(self) -> int:
         """Written to the nvme tier's disk by one step; 0 where nothing is placed there."""
         return max((record.nvme_written_bytes for record in self.records), default=0)
@@ -64,6 +69,7 @@ class RunReport:
                 "predicted": self.plan.step_time.total,
                 "measured": self.step_seconds(),
             },
+            "communication_share": self.communication_share(),
             "nvme_written_bytes": {
                 "step": self.nvme_written_bytes(),
                 "day": round(self.nvme_written_bytes_per_day()),

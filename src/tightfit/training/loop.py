@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 from tightfit.engine.engine import Engine
 from tightfit.errors import ConfigError, Interrupted, TrainingError
 from tightfit.facts.job import Job
+from tightfit.monitor.communication import CommunicationWatch
 from tightfit.monitor.memory import MemoryWatch
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.training import together
@@ -103,6 +104,7 @@ class TrainingLoop:
         self._micro_batch_size = micro_batch_size
         self._output_dir = output_dir
         self._watch = watch
+        self._communication = CommunicationWatch(engine.device)
         self._observers = observers
         self.schedule = Schedule.of(job, len(data.train))
         self._scheduler = _scheduler(job, engine.optimizer, self.schedule.total_steps)
@@ -187,8 +189,9 @@ class TrainingLoop:
     def _one_step(self, progress: Progress, samples: list[Sample]) -> None:
         begin = time.perf_counter()
         learning_rate = float(self._scheduler.get_last_lr()[0])
-        loss, tokens = self._forward_backward(samples)
-        norm = self.engine.step()
+        with self._communication.counting():
+            loss, tokens = self._forward_backward(samples)
+            norm = self.engine.step()
         self._scheduler.step()
         record = StepRecord(
             step=progress.step,
@@ -202,6 +205,7 @@ class TrainingLoop:
             device_peak_bytes=self._watch.device_peak_bytes(),
             skipped=not math.isfinite(norm),
             nvme_written_bytes=self.engine.written_bytes,
+            communication_seconds=self._communication.take_seconds(),
         )
         self.records.append(record)
         for observer in self._observers:
