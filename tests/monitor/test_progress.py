@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -37,6 +38,11 @@ def test_a_step_shows_all_that_matters(terminal: bool) -> None:
         "device 2.0 MiB now, peak 3.0 MiB of 4.0 MiB", "left", "held-out loss 1.5000 after step 4",
     ):  # fmt: skip
         assert words in out, words
+
+
+def test_the_share_of_communication_is_said_where_there_are_several_ranks() -> None:
+    assert "comm" not in said(record(4))
+    assert "200 tok/s  comm 34%  device" in said(replace(record(4), communication_seconds=0.17))
 
 
 def test_plain_lines_without_a_terminal() -> None:

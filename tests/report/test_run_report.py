@@ -61,6 +61,16 @@ def test_what_wears_the_disk_off_is_told_by_step_and_by_day() -> None:
     assert made.to_json()["nvme_written_bytes"] == {"step": 10, "day": 432000}
 
 
+def test_the_share_of_communication_is_the_median_of_steps_after_the_first() -> None:
+    made = report([1.0, 2.0, 2.0])
+    assert made.to_json()["communication_share"] == 0
+    records = [
+        replace(r, communication_seconds=s) for r, s in zip(made.records, (1, 0.5, 1), strict=True)
+    ]
+    assert replace(made, records=records).communication_share() == pytest.approx(0.375)
+    assert report([]).communication_share() is None
+
+
 def test_phases_that_one_side_does_not_know_are_there() -> None:
     measured = MemoryTable(
         {

@@ -152,6 +152,13 @@ def test_the_run_is_that_of_one_rank(folders: Path, name: str) -> None:
     assert one["answers"][-1] == other["answers"][-1]
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if " on " in name])
+def test_ranks_wait_for_each_other_and_one_for_nobody(folders: Path, name: str) -> None:
+    for step in results(folders, name)["steps"]:
+        assert 0 <= step["communication_seconds"] < step["seconds"]
+        assert (step["communication_seconds"] > 0) == ("on 2" in name)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if "on 1" not in name])
 def test_what_it_saves_is_what_one_rank_saves(folders: Path, name: str) -> None:
     kind = name.split()[0]
