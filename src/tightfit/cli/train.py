@@ -14,6 +14,7 @@ from tightfit.facts.job import Job
 from tightfit.launch.agreement import Facts, facts_of
 from tightfit.launch.environment import RankPlace
 from tightfit.launch.group import from_first, meet, process_group
+from tightfit.monitor.advice import CommunicationAdvice
 from tightfit.monitor.progress import RunProgress
 from tightfit.planner.plan import Plan
 from tightfit.report.run_report import RunReport
@@ -109,7 +110,10 @@ def _warn_of_slow_precision(console: Console, prepared: PreparedRun, plan: Plan)
 def _train(console: Console, prepared: PreparedRun, plan: Plan) -> RunResult:
     try:
         with RunProgress(console, prepared.total_steps, plan.limits.device_bytes) as progress:
-            return train(prepared, plan, [progress])
+            advice = CommunicationAdvice(
+                plan, lambda said: console.print(Text(said, style="yellow"), soft_wrap=True)
+            )
+            return train(prepared, plan, [progress, advice])
     except torch.OutOfMemoryError as error:
         limit = enforced_bytes(prepared.job, plan)
         said = "" if limit is None else f" (limit {format_bytes(limit)})"

@@ -142,6 +142,20 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Lighter:
+    """What fits too and sends less between ranks than the plan, whatever the link's rate.
+
+    Attributes:
+        sent: what it sends, as a part of what the plan sends, below 1.
+    """
+
+    policies: Policies
+    bill: MemoryTable
+    step_time: StepTime
+    sent: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """The chosen policies and everything said about them.
 
@@ -152,6 +166,7 @@ class Plan:
         alternatives: what was turned down, in the order of predicted time.
         notes: keys of the job that have changed nothing, one sentence each.
         offload_folder: of what is on nvme, whose disk was looked at; None where nothing is.
+        lighter: for when ranks turn out to wait for each other; None where nothing is known.
     """
 
     policies: Policies
@@ -165,6 +180,7 @@ class Plan:
     alternatives: tuple[Candidate, ...]
     notes: tuple[str, ...] = ()
     offload_folder: Path | None = None
+    lighter: Lighter | None = None
 
     @property
     def fits(self) -> bool:

@@ -30,6 +30,7 @@ from tightfit.planner.disk_rate import measure_disk
 from tightfit.planner.explain import reasons_for, without_effect
 from tightfit.planner.first_fit import FirstFit
 from tightfit.planner.fitting import Fitting, possible
+from tightfit.planner.lighter import lighter_plan
 from tightfit.planner.machine import card_here, limits_of, precision_of
 from tightfit.planner.nothing_fits import MayAllow, Shortage
 from tightfit.planner.options import Options, model_options
@@ -209,6 +210,7 @@ class _Search:
         """The plan with exactly these policies."""
         run = self.pricing.run(policies, full_depth=True)
         limits = self.fitting.limits
+        turned_down = tuple(self.fitting.turned_down)
         return Plan(
             policies=policies,
             bill=self.pricing.bill(policies, full_depth=True),
@@ -218,7 +220,8 @@ class _Search:
             trainable_parameters=run.trainable,
             frozen_parameters=run.frozen,
             reasons=tuple(reasons_for(policies, self.pricing, limits)),
-            alternatives=tuple(self.fitting.turned_down),
+            alternatives=turned_down,
             notes=tuple(without_effect(self.job, policies)),
             offload_folder=self.job.disk_folder if uses_disk(policies.placement) else None,
+            lighter=lighter_plan(policies, self.fitting, self.job.nnodes),
         )
