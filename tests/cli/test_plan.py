@@ -114,8 +114,9 @@ def test_the_page_names_no_key_that_is_gone() -> None:
     gone = set(tables) - KEYS - {
         "predicted", "measured", "differences", "peak_error", "steps", "evaluations", "answers",
         "event", "step", "loss", "seconds", "epoch", "learning_rate", "grad_norm", "tokens",
-        "device_bytes", "device_peak_bytes", "nvme_written_bytes",
-        "skipped", "bill", "textbook", "machine_bytes", "card", "notes", "compare", "elsewhere",
+        "device_bytes", "device_peak_bytes", "nvme_written_bytes", "communication_seconds",
+        "communication_share", "skipped", "bill", "textbook", "machine_bytes", "card", "notes",
+        "compare", "elsewhere",
     }  # fmt: skip
     assert not gone
 
