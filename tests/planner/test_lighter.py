@@ -7,13 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 
+from tightfit.facts.hardware import Hardware
+from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload
 from tightfit.planner.collectives import sent_bytes
 from tightfit.planner.lighter import candidates, slowest_bytes
 from tightfit.planner.plan import Plan
+from tightfit.planner.rates import Rates
+from tightfit.planner.search import plan_job
 from tightfit.policies import BatchPolicy, Policies, ShardingPolicy, Tier
 
-Planner = Callable[..., Plan]
 KEYS: dict[str, Any] = {
     "num_gpus": 2,
     "train_batch_size": 4,
@@ -26,7 +31,20 @@ KEYS: dict[str, Any] = {
 }
 
 
-def test_of_what_fits_it_is_what_sends_least(plan: Planner) -> None:
+@pytest.fixture
+def plan(
+    config: PretrainedConfig, rates: Rates, hardware: Hardware, workload: Workload
+) -> Callable[..., Plan]:
+    """Plans a job of these keys as a run does."""
+
+    def run(**keys: Any) -> Plan:
+        job = Job(model_name_or_path="m", **keys)
+        return plan_job(job, config, workload, hardware, rates, lighter=True)
+
+    return run
+
+
+def test_of_what_fits_it_is_what_sends_least(plan: Callable[..., Plan]) -> None:
     given = plan(**KEYS, zero_stage=3)
     lighter = given.lighter
     assert lighter is not None
@@ -38,7 +56,7 @@ def test_of_what_fits_it_is_what_sends_least(plan: Planner) -> None:
     assert lighter.bill == plan(**KEYS, zero_stage=1).bill
 
 
-def test_what_does_not_fit_is_passed_over(plan: Planner) -> None:
+def test_what_does_not_fit_is_passed_over(plan: Callable[..., Plan]) -> None:
     bills = {stage: plan(**KEYS, zero_stage=stage).bill for stage in range(4)}
     peaks = {stage: bill.peak_bytes(Tier.DEVICE) for stage, bill in bills.items()}
     for limit in sorted(set(peaks.values())):
@@ -51,7 +69,7 @@ def test_what_does_not_fit_is_passed_over(plan: Planner) -> None:
     assert plan(**KEYS, zero_stage=3, memory_limit=peaks[3]).lighter != given.lighter
 
 
-def test_what_was_looked_at_is_no_alternative(plan: Planner) -> None:
+def test_what_was_looked_at_is_no_alternative(plan: Callable[..., Plan]) -> None:
     """What the planner turned down is what it looked at before it chose."""
     free = plan(**KEYS, zero_stage=3)
     tight = plan(**KEYS, zero_stage=3, memory_limit=free.bill.peak_bytes(Tier.DEVICE))
@@ -63,7 +81,7 @@ def test_what_was_looked_at_is_no_alternative(plan: Planner) -> None:
     [{"num_gpus": 1}, {"num_gpus": 2, "tensor_parallel_size": 2}, {"zero_stage": 1}],
     ids=str,
 )
-def test_there_is_none(plan: Planner, keys: dict[str, Any]) -> None:
+def test_there_is_none(plan: Callable[..., Plan], keys: dict[str, Any]) -> None:
     assert plan(**(KEYS | {"train_batch_size": 2} | keys)).lighter is None
 
 

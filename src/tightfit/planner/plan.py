@@ -166,7 +166,8 @@ class Plan:
         alternatives: what was turned down, in the order of predicted time.
         notes: keys of the job that have changed nothing, one sentence each.
         offload_folder: of what is on nvme, whose disk was looked at; None where nothing is.
-        lighter: for when ranks turn out to wait for each other; None where nothing is known.
+        lighter: for when ranks turn out to wait for each other; None where nothing is known or
+            nobody has looked.
     """
 
     policies: Policies

@@ -49,12 +49,15 @@ def plan_job(
     hardware: Hardware,
     rates: Rates | None = None,
     observe: Observe = nobody,
+    *,
+    lighter: bool = False,
 ) -> Plan:
     """The plan for a job: the job's plan file if it names one, else the fastest that fits.
 
     Args:
         rates: of this machine; measured when None.
         observe: told of all policies that are about to be priced, which may take long.
+        lighter: look for what sends less too, for the monitor of a run.
 
     Raises:
         DoesNotFitError: nothing fits, or the plan file does not.
@@ -68,8 +71,10 @@ def plan_job(
         if uses_disk(policies.placement):
             check_is_disk(job.disk_folder)
             search.measure_disk()
-        return search.require_fit(search.plan_of(policies))
-    return search.best()
+        plan = search.require_fit(search.plan_of(policies))
+    else:
+        plan = search.best()
+    return search.with_lighter(plan) if lighter else plan
 
 
 def _prepare(
@@ -210,7 +215,6 @@ class _Search:
         """The plan with exactly these policies."""
         run = self.pricing.run(policies, full_depth=True)
         limits = self.fitting.limits
-        turned_down = tuple(self.fitting.turned_down)
         return Plan(
             policies=policies,
             bill=self.pricing.bill(policies, full_depth=True),
@@ -220,8 +224,12 @@ class _Search:
             trainable_parameters=run.trainable,
             frozen_parameters=run.frozen,
             reasons=tuple(reasons_for(policies, self.pricing, limits)),
-            alternatives=turned_down,
+            alternatives=tuple(self.fitting.turned_down),
             notes=tuple(without_effect(self.job, policies)),
             offload_folder=self.job.disk_folder if uses_disk(policies.placement) else None,
-            lighter=lighter_plan(policies, self.fitting, self.job.nnodes),
         )
+
+    def with_lighter(self, plan: Plan) -> Plan:
+        """`plan` with what sends less between ranks and fits too."""
+        lighter = lighter_plan(plan.policies, self.fitting, self.job.nnodes)
+        return replace(plan, lighter=lighter)

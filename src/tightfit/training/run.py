@@ -152,10 +152,14 @@ def make_plan(run: PreparedRun, observe: Observe = nobody) -> Plan:
     if run.resume_from is not None and job.plan is None and own_plan.is_file():
         same = job.model_copy(update={"plan": str(own_plan)})
         try:
-            return plan_job(same, run.config, run.workload, run.hardware, observe=observe)
+            return _plan(same, run, observe)
         except (DoesNotFitError, ConfigError):
             pass  # the machine, the limit or what the job asks for is another one now
-    return plan_job(job, run.config, run.workload, run.hardware, observe=observe)
+    return _plan(job, run, observe)
+
+
+def _plan(job: Job, run: PreparedRun, observe: Observe) -> Plan:
+    return plan_job(job, run.config, run.workload, run.hardware, observe=observe, lighter=True)
 
 
 def train(run: PreparedRun, plan: Plan, observers: list[Observer]) -> RunResult:
