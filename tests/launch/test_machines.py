@@ -55,6 +55,7 @@ def test_both_say_which_rank_failed(
     assert (said, other.returncode) == (f"{caught.value}\n", 2)
 
 
+@pytest.mark.slow
 def test_both_start_again(
     job: MakeJob, script: Script, supervisor: Start, two: dict[str, object], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_both_start_again(
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["1 afresh"] * 2
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off_is_missed_and_may_come_back(
     job: MakeJob,
     script: Script,
@@ -128,6 +130,7 @@ def test_without_machine_0_the_others_end(
     first.communicate()
 
 
+@pytest.mark.slow
 def test_machine_0_that_goes_before_the_next_attempt_is_named(
     job: MakeJob, supervisor: Start, script: Script, two: dict[str, object], tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_what_every_rank_lost_is_told_as_that(job: MakeJob, script: Script) -> N
         run(job(), script(act, joins=True))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_when_others_have_waited_in_vain(
     job: MakeJob, script: Script
 ) -> None:
