@@ -416,3 +416,4 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 if __name__ == "__main__":
     one_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)  # as ranks of a run do: gloo's threads may not outlive the interpreter

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tightfit.dry_run.ranks import fake_ranks
+from tightfit.engine import regions
 from tightfit.engine.mesh import Dimension
 from tightfit.engine.regions import boxes_of, is_whole, part_of, whole
 
@@ -62,7 +63,7 @@ def test_all_ranks_boxes_are_the_whole(
         with fake_ranks(SHARDS * TENSORS):
             names = (str(Dimension.SHARD), str(Dimension.TENSOR))
             mesh = init_device_mesh("cpu", (SHARDS, TENSORS), mesh_dim_names=names)
-            monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda self, at=rank: list(at))
+            monkeypatch.setattr(regions, "place_in", lambda mesh, at=rank: list(at))
             held = placed(mesh, shard, tensor, rank)
             assert isinstance(held, DTensor)
             for box in boxes_of(held):

@@ -253,7 +253,6 @@ def test_a_default_that_is_written_changes_nothing(plan: Planner) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"num_gpus": 2, "pipeline_parallel_size": 2}, "pipeline_parallel_size 2"),
         ({"optim": "adafactor"}, "optim adafactor"),
         ({"precision": "fp16"}, "precision: fp16 is not available in planning"),
         ({"finetuning_type": "lora", "quantization_bit": 8}, "quantization_bit 8"),

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.engine.collectives import own_range
 from tightfit.engine.mesh import Dimension
@@ -45,8 +48,7 @@ def boxes_of(tensor: torch.Tensor) -> list[Box]:
     runs: list[_Runs] = [[(0, size)] for size in tensor.shape]
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
-        place = tensor.device_mesh.get_coordinate()
-        assert place is not None, "this rank is in the mesh"
+        place = place_in(tensor.device_mesh)
         # Tensor-parallel ranks, who are innermost, share out first, and others what they have.
         for index, placement in reversed(list(enumerate(tensor.placements))):
             if isinstance(placement, Shard | _StridedShard):
@@ -60,6 +62,17 @@ def boxes_of(tensor: torch.Tensor) -> list[Box]:
     for chosen in product(*(_places(dimension) for dimension in runs)):
         boxes.append(Box(tuple(of for of, _ in chosen), tuple(in_part for _, in_part in chosen)))
     return boxes
+
+
+def place_in(mesh: DeviceMesh) -> list[int]:
+    """This rank's number along each dimension of a mesh.
+
+    Not `get_coordinate`: torch keeps meshes that are equal, and gives tensors one that was made
+    when this process, or the one that it was forked from, passed for another rank in a dry run.
+    """
+    with _disable_current_modes():
+        found: list[int] = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
+    return found
 
 
 def part_of(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tightfit.engine.engine import Engine
-from tightfit.engine.regions import boxes_of, whole
+from tightfit.engine.regions import boxes_of, place_in, whole
 from tightfit.training.tensor_file import Entry, Part
 
 _LAYER = re.compile(r".*?\.\d+\.")  # begins the names of all that is in one layer
@@ -98,9 +98,7 @@ def writes(engine: Engine, tensor: torch.Tensor) -> bool:
         return False
     if not isinstance(tensor, DTensor):
         return engine.ranks.is_first
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    pairs = zip(coordinate, tensor.placements, strict=True)
+    pairs = zip(place_in(tensor.device_mesh), tensor.placements, strict=True)
     first = all(index == 0 for index, placement in pairs if placement.is_replicate())
     return first and engine.ranks.is_first_copy
 
