@@ -216,13 +216,13 @@ class Replicas:
         self._reduced.clear()
 
 
-class TensorGroup:
-    """Ranks that share each layer's matrices, beside ranks that see other sequences.
+class BesideDataRanks:
+    """What ranks that share a model out have in common: all but the norm is their data ranks'.
 
     Args:
-        data: those that have the same part of each matrix; see `Ranks`.
-        group: those that have the other parts.
-        device: where they compute.
+        data: those that hold the same parts; see `Ranks`.
+        group: those that hold the other parts.
+        device: where numbers can be summed.
     """
 
     copies: frozenset[nn.Parameter] = frozenset()
@@ -230,7 +230,7 @@ class TensorGroup:
     def __init__(self, data: Ranks, group: dist.ProcessGroup, device: torch.device) -> None:
         self.data_rank = data.data_rank
         self.data_ranks = data.data_ranks
-        self.is_first = data.is_first and dist.get_rank(group) == 0
+        self.is_first = data.is_first
         self.is_first_copy = data.is_first_copy
         self.total = data.total
         self.settle = data.settle
@@ -241,17 +241,34 @@ class TensorGroup:
         self._group = group
         self._device = device
 
+
+class TensorGroup(BesideDataRanks):
+    """Ranks that share each layer's matrices, beside ranks that see other sequences."""
+
+    def __init__(self, data: Ranks, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(data, group, device)
+        self.is_first = data.is_first and dist.get_rank(group) == 0
+
     def global_norm(
         self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
     ) -> torch.Tensor:
         """Parts are added up over the group, and what all have is counted once."""
         parts = {p: g for p, g in gradients.items() if is_divided(p)}
         norm = self._data.global_norm(parts, known)
-        square = norm.to(self._device, torch.float64).square()
-        dist.all_reduce(square, group=self._group)
+        square = square_over(norm, self._group, self._device)
         wholes = {p: g for p, g in gradients.items() if not is_divided(p)}
         square += self._data.global_norm(wholes, known).to(square).square()
         return square.sqrt().to(norm.device, norm.dtype)
+
+
+def square_over(norm: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """The square of the norm of what all of a group hold, of the norms of each: fp64, on `device`.
+
+    In fp64 the order of ranks is no matter.
+    """
+    square = norm.to(device, torch.float64).square()
+    dist.all_reduce(square, group=group)
+    return square
 
 
 def summed(

@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -48,7 +47,7 @@ from tightfit.bill.table import Kind
 from tightfit.engine.clipping import Gradients, total_norm
 from tightfit.engine.layers import own_layers
 from tightfit.engine.mesh import Dimension, Mesh, is_shard
-from tightfit.engine.ranks import OneRank, Ranks, Replicas, TensorGroup, summed
+from tightfit.engine.ranks import OneRank, Ranks, Replicas, TensorGroup, square_over, summed
 from tightfit.errors import UnsupportedError
 from tightfit.policies import Policies, Tier
 
@@ -189,8 +188,7 @@ class Shards:
         """The root of the sum of squares, added in fp64 so that the order of ranks is no matter."""
         norm = total_norm(gradients, known)
         device = next(self._root.parameters()).device
-        square = norm.to(device, torch.float64).square()
-        dist.all_reduce(square, group=self._group)
+        square = square_over(norm, self._group, device)
         return square.sqrt().to(norm.device, norm.dtype)
 
 

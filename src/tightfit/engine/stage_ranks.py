@@ -14,14 +14,14 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.clipping import Gradients
-from tightfit.engine.ranks import Ranks
+from tightfit.engine.ranks import BesideDataRanks, Ranks, square_over
 from tightfit.ledger import local_part
 from tightfit.units import MIB
 
 _PIECE_BYTES = 16 * MIB
 
 
-class StageRanks:
+class StageRanks(BesideDataRanks):
     """One rank of each stage; see `Ranks`.
 
     Args:
@@ -38,19 +38,8 @@ class StageRanks:
         copies: frozenset[nn.Parameter],
         device: torch.device,
     ) -> None:
-        self.data_rank = data.data_rank
-        self.data_ranks = data.data_ranks
-        self.is_first = data.is_first
-        self.is_first_copy = data.is_first_copy
-        self.total = data.total
-        self.settle = data.settle
-        self.begin_backward = data.begin_backward
-        self.finish_gradients = data.finish_gradients
-        self.discard_gradients = data.discard_gradients
+        super().__init__(data, group, device)
         self.copies = copies
-        self._data = data
-        self._group = group
-        self._device = device
 
     def global_norm(
         self, gradients: Gradients, known: Mapping[nn.Parameter, torch.Tensor]
@@ -58,8 +47,7 @@ class StageRanks:
         """Stages are added up; what two of them have is counted once."""
         counted = {p: g for p, g in gradients.items() if p not in self.copies}
         norm = self._data.global_norm(counted, known)
-        square = norm.to(self._device, torch.float64).square()
-        dist.all_reduce(square, group=self._group)
+        square = square_over(norm, self._group, self._device)
         return square.sqrt().to(norm.device, norm.dtype)
 
 

@@ -32,11 +32,6 @@ def from_all(item: Item) -> list[Item]:
     return items
 
 
-def from_first(item: Item) -> Item:
-    """Rank 0's item, on every rank."""
-    return from_all(item)[0]
-
-
 def any_of(flag: bool) -> bool:
     """Whether it is set on any rank."""
     if not dist.is_initialized():
