@@ -20,6 +20,7 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.on_disk import spans, whole_blocks
 from tightfit.bill.table import Kind
+from tightfit.engine.hooks import when_accumulated
 from tightfit.engine.pipeline import (
     BookedFile,
     DiskTier,
@@ -105,7 +106,7 @@ class DiskGradients:
         self._leaving: dict[nn.Parameter, list[_Leaving]] = {}
         self._last: _Leaving | None = None
         for parameter in self._places:
-            parameter.register_post_accumulate_grad_hook(self._collect)
+            when_accumulated(parameter, self._collect)
 
     def take(self) -> dict[nn.Parameter, DiskGradient]:
         """The summed gradients of all backward calls since `clear`, all of them written.

@@ -17,6 +17,7 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.disk_gradients import DiskGradient
+from tightfit.engine.hooks import when_accumulated
 from tightfit.engine.slab import HostSlab, Reserved
 from tightfit.engine.transfer import THERE, Arrival, Transfer
 from tightfit.ledger import local_part
@@ -80,7 +81,7 @@ class HostGradients:
         self._filled: set[nn.Parameter] = set()
         self._last: Arrival = THERE
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._collect)
+            when_accumulated(parameter, self._collect)
 
     def take(self) -> dict[nn.Parameter, torch.Tensor]:
         """See `GradientStore.take`."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tightfit.engine.clipping import Gradients, total_norm
+from tightfit.engine.hooks import when_accumulated
 from tightfit.engine.mesh import is_divided
 from tightfit.errors import ConfigError
 from tightfit.ledger import local_part
@@ -157,7 +158,7 @@ class Replicas:
                 if local_part(tensor).untyped_storage().size():
                     dist.broadcast(local_part(tensor), group=group, group_src=0)
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            when_accumulated(parameter, self._gradient_is_there)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """See `Ranks.total`."""

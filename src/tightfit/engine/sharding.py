@@ -45,6 +45,7 @@ from transformers import PreTrainedModel
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.clipping import Gradients, total_norm
+from tightfit.engine.hooks import when_accumulated
 from tightfit.engine.layers import own_layers
 from tightfit.engine.mesh import Dimension, Mesh, is_shard
 from tightfit.engine.ranks import OneRank, Ranks, Replicas, TensorGroup, square_over, summed
@@ -211,7 +212,7 @@ class _Books:
             ledger.mark(parameter, Kind.COLLECTIVES)
             if parameter.requires_grad and parameter not in self._trained:
                 self._trained.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+                when_accumulated(parameter, self._mark_gradient)
 
     def forget_gradients(self) -> None:
         """Drop whole gradients that were not summed."""
