@@ -209,6 +209,12 @@ def test_tables_of_names_agree() -> None:
         ({"num_gpus": 0}, "0 is not accepted; it must be a whole number from 1 to"),
         ({"num_gpus": 6, "tensor_parallel_size": 4}, "num_gpus 6 is not a multiple of"),
         ({"num_gpus": 4, "data_parallel_replicas": 3}, "3 does not divide the 4 data-parallel"),
+        ({"adapt": True}, "save_strategy: no saves none before the end; set save_strategy"),
+        (
+            {"adapt": True, "save_strategy": "steps", "save_only_model": True},
+            "which save_only_model leaves out",
+        ),
+        ({"adapt": True, "save_strategy": "steps", "plan": "p"}, "plan names the one to use"),
         (
             {"num_gpus": 3, "nnodes": 2, "tensor_parallel_size": 4},
             "num_gpus 3 x nnodes 2 is not a multiple of",

@@ -347,9 +347,9 @@ def test_a_plan_that_does_not_fit(job_file: JobFile, tmp_path: Path, capsys: Cap
 def test_memory_that_runs_out_is_told_not_traced(
     job_file: JobFile, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    from tightfit.training import run
+    from tightfit.training import leg
 
-    monkeypatch.setattr(run, "enforced_bytes", lambda job, plan: 1_700_000)
+    monkeypatch.setattr(leg, "enforced_bytes", lambda job, plan: 1_700_000)
     assert main(["train", job_file(memory_limit="64MiB")]) == 1
     message = capsys.readouterr().err
     assert "error: out of memory although the bill fitted" in message

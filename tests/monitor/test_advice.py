@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tightfit.bill.table import Kind, MemoryTable, Phase
-from tightfit.monitor.advice import CommunicationAdvice, communication_advice
+from tightfit.monitor.advice import CommunicationAdvice, advise, said_of
+from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.planner.plan import Lighter, Limits, Plan, StepTime
 from tightfit.policies import BatchPolicy, Policies, ShardingPolicy, Tier
@@ -22,12 +23,19 @@ TIME = StepTime(1.0, 0.0, 0.0, 0.0, 0.0, communication=9.0)
 def plan_with(
     after: Policies | None, policies: Policies = NOW, sent: float = 0.5, beside: float = 0.0
 ) -> Plan:
-    time = replace(TIME, optimizer=beside, communication=3.0)
-    lighter = None if after is None else Lighter(after, BILL, time, sent)
-    return Plan(
+    plan = Plan(
         policies=policies, bill=BILL, plain=BILL, step_time=TIME, limits=Limits(),
-        trainable_parameters=1, frozen_parameters=0, reasons=(), alternatives=(), lighter=lighter,
+        trainable_parameters=1, frozen_parameters=0, reasons=(), alternatives=(),
     )  # fmt: skip
+    if after is None:
+        return plan
+    time = replace(TIME, optimizer=beside, communication=3.0)
+    return replace(plan, lighter=Lighter(replace(plan, policies=after, step_time=time), sent))
+
+
+def communication_advice(plan: Plan, records: list[StepRecord], **adapts: bool) -> str | None:
+    advice = advise(plan, records)
+    return None if advice is None else said_of(advice, plan, **adapts)
 
 
 def steps(*waited: float) -> list[StepRecord]:
@@ -59,9 +67,9 @@ CHANGES: dict[str, tuple[Policies, str]] = {
 def test_what_fits_is_named_with_its_seconds_and_its_bytes(name: str) -> None:
     """One second of two is waited, and half of that goes."""
     after, words = CHANGES[name]
-    said = communication_advice(plan_with(after), steps(1.0, 1.0, 1.0))
+    said = communication_advice(plan_with(after), steps(*[1.0] * 5))
     assert said == (
-        "ranks wait for each other 50% of a step (median of 3). Predicted to help most: "
+        "ranks wait for each other 50% of a step (median of 5). Predicted to help most: "
         f"{words}: 1.5 s per step instead of 2.0 s; it fits, device peak 3.0 MiB"
     )
 
@@ -117,3 +125,32 @@ def said_by(waited: list[float]) -> list[Any]:
 )  # fmt: skip
 def test_it_is_said_once_and_of_the_last_five_steps(waited: list[float], times: int) -> None:
     assert len(said_by(waited)) == times
+
+
+def test_a_run_that_adapts_says_who_changes_it() -> None:
+    plan = plan_with(STAGE_2)
+    busy = steps(*[1.0] * 5)
+    assert str(communication_advice(plan, busy, adapts=True)).endswith(
+        "The run goes on with it from the next checkpoint if that pays off by its end"
+    )
+    assert plan.lighter is not None
+    given = replace(plan, lighter=replace(plan.lighter, given=("zero_stage",)))
+    assert str(communication_advice(given, busy, adapts=True)).endswith(
+        "The job gives zero_stage, so adapt leaves that to you"
+    )
+
+
+@pytest.mark.parametrize(("failure", "times"), [(None, 2), ("out of memory", 1)])
+def test_of_each_plan_it_is_said_once(failure: str | None, times: int) -> None:
+    said: list[str] = []
+    before = plan_with(STAGE_2)
+    advice = CommunicationAdvice(before, said.append, adapts=True)
+    for record in steps(*[1.0] * 5):
+        advice.step(record)
+    advice.changed(PlanChange(5, before, plan_with(None, STAGE_2), 0.5, 2.0, 1.5, failure))
+    for record in steps(*[1.0] * 4):
+        advice.step(record)
+    assert len(said) == 1, "its own five steps count"
+    for record in steps(*[1.0] * 5):
+        advice.step(record)
+    assert len(said) == times

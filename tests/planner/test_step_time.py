@@ -10,6 +10,7 @@ import pytest
 from tightfit.bill.table import MemoryTable
 from tightfit.dry_run import DryRun, Shape
 from tightfit.facts.workload import Workload
+from tightfit.planner.collectives import ModelSizes
 from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import ModelCost, predict_step_time
 from tightfit.planner.traffic import Traffic, traffic_of
@@ -19,7 +20,7 @@ from tightfit.policies import BatchPolicy, CheckpointingPolicy, PlacementPolicy,
 WORKLOAD = Workload(sequence_length=1, global_batch_size=1)
 COST = ModelCost(
     parameters=0, trainable=0, matmul_parameters=10, head_parameters=0, layers=1, hidden_size=0,
-    activation_bytes_per_token=0,
+    activation_bytes_per_token=0, sizes=ModelSizes(0, 0, 0, 0, 1, 0, 0, tied=True),
 )  # fmt: skip
 RATES = Rates(
     matmul_flops_per_second=10, memory_bytes_per_second=1, copy_bytes_per_second=1,

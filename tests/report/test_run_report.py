@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.planner.plan import Limits, Plan, StepTime
 from tightfit.policies import Policies, Tier
@@ -69,6 +70,29 @@ def test_the_share_of_communication_is_the_median_of_steps_after_the_first() -> 
     ]
     assert replace(made, records=records).communication_share() == pytest.approx(0.375)
     assert report([]).communication_share() is None
+
+
+def test_figures_are_those_of_the_last_plan_and_changes_have_their_own() -> None:
+    made = report([9.0, 5.0, 6.0, 5.0, 4.0, 3.0, 3.0, 2.0, 1.0])
+    change = PlanChange(
+        step=3, before=made.plan, after=made.plan, share=0.5, seconds=6.0, predicted_seconds=4.5
+    )
+    changes = [
+        replace(change, step=1, failure="out of memory"),
+        change,
+        replace(change, step=7, seconds=3.0, predicted_seconds=2.5),
+    ]
+    made = replace(made, changes=changes)
+    assert made.step_seconds() == 1.0, "the first step with a plan is not counted"
+    assert [text.replace("  ", " ") for text in made.changes_in_words()] == [
+        "after step 3 : 3.5 s per step, 6.0 s before, predicted 4.5 s",
+        "after step 7 : 1.5 s per step, 3.0 s before, predicted 2.5 s",
+    ]
+    told = made.to_json()["plan_changes"]
+    assert isinstance(told, list)
+    assert [(each["step"], each["failure"]) for each in told] == [
+        (1, "out of memory"), (3, None), (7, None),
+    ]  # fmt: skip
 
 
 def test_phases_that_one_side_does_not_know_are_there() -> None:

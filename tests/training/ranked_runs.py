@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -70,10 +70,14 @@ def run_leg(leg: Leg, plan: Plan, job: Mapping[str, Any], folder: Path, *, resum
         path.write_text(json.dumps(before))
 
 
-def on_ranks(work: Sequence[tuple[Any, ...]], folder: Path) -> None:
-    """Call `run_leg` with each of `work` on two ranks."""
+def on_ranks(
+    work: Sequence[tuple[Any, ...]], folder: Path, call: Callable[..., None] | None = None
+) -> None:
+    """Call `run_leg`, or another function, with each of `work` on two ranks."""
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(n, work, folder)) for n in range(RANKS)]
+    processes = [
+        context.Process(target=_rank, args=(number, work, folder, call)) for number in range(RANKS)
+    ]
     for process in processes:
         process.start()
     left = list(processes)
@@ -86,13 +90,22 @@ def on_ranks(work: Sequence[tuple[Any, ...]], folder: Path) -> None:
         left = [process for process in left if process.exitcode is None]
 
 
-def _rank(rank: int, work: Sequence[tuple[Any, ...]], folder: Path) -> None:
+def _rank(
+    rank: int,
+    work: Sequence[tuple[Any, ...]],
+    folder: Path,
+    call: Callable[..., None] | None,
+) -> None:
     torch.set_num_threads(1)
     import_library()
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=3)
     )
-    for leg, plan, job, its_folder, resume in work:
+    for arguments in work:
+        if call is not None:
+            call(*arguments)
+            continue
+        leg, plan, job, its_folder, resume = arguments
         run_leg(leg, plan, job, its_folder, resume=resume)
     dist.destroy_process_group()

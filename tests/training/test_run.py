@@ -22,7 +22,7 @@ from tightfit.errors import ConfigError, DoesNotFitError, InputError
 from tightfit.facts.job import Job
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.policies import Tier
-from tightfit.training import run as run_module
+from tightfit.training import leg as leg_module
 from tightfit.training.loop import TrainingLoop
 from tightfit.training.run import make_plan, prepare, train
 
@@ -54,13 +54,13 @@ save_file({**weights, "ids": ids, "logits": logits}, out)
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """The engines that runs made, in order."""
     made: list[Engine] = []
-    fit = run_module.fit
+    fit = leg_module.fit
 
     def remember(*arguments: Any, **keys: Any) -> Engine:
         made.append(fit(*arguments, **keys))
         return made[-1]
 
-    monkeypatch.setattr(run_module, "fit", remember)
+    monkeypatch.setattr(leg_module, "fit", remember)
     return made
 
 
@@ -394,7 +394,7 @@ def test_crossing_the_limit_stops_the_run(
     prepared = prepare(job(**plain, memory_limit="64MiB"))
     plan = make_plan(prepared)
     limit = plan.bill.peak_bytes(Tier.DEVICE) * 3 // 4
-    monkeypatch.setattr(run_module, "enforced_bytes", lambda job, plan: limit)
+    monkeypatch.setattr(leg_module, "enforced_bytes", lambda job, plan: limit)
     with pytest.raises(torch.OutOfMemoryError, match="device tier over its limit"):
         train(prepared, plan, [])
     assert ledger.active() is None, "the ledger must not stay on"

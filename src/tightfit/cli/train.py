@@ -43,13 +43,19 @@ def run(job: Job, place: RankPlace | None = None) -> int:
         return 0
     _show_facts(console, prepared)
     if place is None:
-        plan = _planned(console, prepared)
-        result = _train(console, prepared, plan)
+        result = _train(console, prepared, _planned(console, prepared))
     else:
-        plan, result = _train_together(console, prepared, place)
+        result = _train_together(console, prepared, place)
     if not first:
         return 0
-    report = RunReport(plan, result.measured, result.records, result.evaluations, result.answers)
+    report = RunReport(
+        result.plan,
+        result.measured,
+        result.records,
+        result.evaluations,
+        result.answers,
+        result.changes,
+    )
     report.write(prepared.output_dir / REPORT)
     _show_result(console, prepared, report, result)
     return 0
@@ -63,17 +69,14 @@ def _planned(console: Console, prepared: PreparedRun) -> Plan:
     return plan
 
 
-def _train_together(
-    console: Console, prepared: PreparedRun, place: RankPlace
-) -> tuple[Plan, RunResult]:
-    """Meet the other ranks, take rank 0's plan, and train; the plan with the result."""
+def _train_together(console: Console, prepared: PreparedRun, place: RankPlace) -> RunResult:
+    """Meet the other ranks, take rank 0's plan, and train."""
     timeout_seconds = prepared.job.ddp_timeout
     store = meet(place, _facts(prepared), timeout_seconds)
     # Only one rank plans, before there is a process group: a dry run passes for one itself.
     own = _planned(console, prepared) if place.rank == 0 else None
     with process_group(place, store, prepared.hardware.device_kind, timeout_seconds):
-        plan = from_first(own)
-        return plan, _train(console, prepared, plan)
+        return _train(console, prepared, from_first(own))
 
 
 def _facts(prepared: PreparedRun) -> Facts:
@@ -111,7 +114,9 @@ def _train(console: Console, prepared: PreparedRun, plan: Plan) -> RunResult:
     try:
         with RunProgress(console, prepared.total_steps, plan.limits.device_bytes) as progress:
             advice = CommunicationAdvice(
-                plan, lambda said: console.print(Text(said, style="yellow"), soft_wrap=True)
+                plan,
+                lambda said: console.print(Text(said, style="yellow"), soft_wrap=True),
+                adapts=prepared.job.adapt,
             )
             return train(prepared, plan, [progress, advice])
     except torch.OutOfMemoryError as error:
@@ -137,6 +142,8 @@ def _show_result(
                 f"{format_seconds(measured)} (median)"
             )
         )
+    for text in report.changes_in_words():
+        console.print(Text(text), soft_wrap=True)
     written = report.nvme_written_bytes()
     if written:
         a_day = format_bytes(round(report.nvme_written_bytes_per_day()))

@@ -29,6 +29,7 @@ class DryRun:
         trainable: number of parameters that get gradients, over all ranks.
         frozen: number of parameters that do not, over all ranks, kept in the job's precision.
         quantised: number of parameters that do not, over all ranks, kept in few bits.
+        trained_tensors: how many tensors the trainable ones are.
         notes: what of the table comes from a closed form, because the engine cannot do it yet.
     """
 
@@ -38,6 +39,7 @@ class DryRun:
     quantised: int
     shape: Shape
     notes: tuple[str, ...] = ()
+    trained_tensors: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain values."""
@@ -48,6 +50,7 @@ class DryRun:
             "quantised": self.quantised,
             "shape": asdict(self.shape),
             "notes": list(self.notes),
+            "trained_tensors": self.trained_tensors,
         }
 
     @classmethod
@@ -64,4 +67,5 @@ class DryRun:
             int(data["quantised"]),
             Shape(**data["shape"]),
             tuple(data["notes"]),
+            int(data["trained_tensors"]),
         )

@@ -91,6 +91,7 @@ def run(
             bool(config.tie_word_embeddings),
         ),
         chosen.notes,
+        sum(tensor.trainable for tensor in tensors),
     )
 
 

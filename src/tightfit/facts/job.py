@@ -249,6 +249,12 @@ class Job(BaseModel):
         default_factory=list, description="What the planner may change although it alters numbers."
     )
     plan: str | None = Field(None, description="Use this plan.yaml instead of planning.")
+    adapt: bool = Field(
+        False,
+        description="Where ranks wait for each other over 30% of a step, go on from the next "
+        "checkpoint with the plan that is predicted to wait less; keys that are given stay as they "
+        "are.",
+    )
 
     # Launch
     nnodes: Cards = Field(1, description="Machines, each with `num_gpus` ranks.")

@@ -30,3 +30,21 @@ def rank_contradictions(job: Mapping[str, Any]) -> Iterator[str]:
             f"node_rank {job['node_rank']}: machines are counted from 0, and nnodes is {machines}; "
             "give the number of this machine, below nnodes"
         )
+    if job["adapt"]:
+        yield from _adapts_in_vain(job)
+
+
+def _adapts_in_vain(job: Mapping[str, Any]) -> Iterator[str]:
+    """What leaves `adapt` nothing to go on from, or nothing to change."""
+    if job["save_only_model"]:
+        yield (
+            "adapt goes on from a checkpoint with the optimizer in it, which save_only_model "
+            "leaves out; leave one of the two out"
+        )
+    if job["save_strategy"] == "no":
+        yield (
+            "adapt changes the plan when a checkpoint is saved, and save_strategy: no saves none "
+            "before the end; set save_strategy: steps or epoch"
+        )
+    if job["plan"] is not None:
+        yield "adapt changes the plan, and plan names the one to use; leave one of the two out"

@@ -7,10 +7,13 @@ records and plans; prints nothing itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
+from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import EvaluationRecord, StepRecord
+from tightfit.planner.lighter import changes, without_communication
 from tightfit.planner.plan import Lighter, Plan
 from tightfit.policies import Policies, Tier
 from tightfit.units import format_bytes, format_seconds
@@ -19,16 +22,36 @@ MOST_COMMUNICATION = 0.3  # of a step, before anything is said
 STEPS = 5  # whose median counts
 
 
+@dataclass(frozen=True)
+class Advice:
+    """How long ranks wait for each other, and what would help.
+
+    Attributes:
+        share: median part of a step.
+        seconds: median of a step.
+        lighter: what is predicted to be faster; None where nothing is known.
+        predicted_seconds: of a step with it.
+    """
+
+    share: float
+    seconds: float
+    lighter: Lighter | None = None
+    predicted_seconds: float = 0.0
+
+
 class CommunicationAdvice:
-    """Says once in a run what would shorten its communication, when that takes too long.
+    """Says once with each plan of a run what would shorten its communication, when that takes too
+    long.
 
     Args:
         say: is given the advice.
+        adapts: whether the run follows it by itself.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, say: Callable[[str], None], *, adapts: bool = False) -> None:
         self._plan = plan
         self._say = say
+        self._adapts = adapts
         self._last: deque[StepRecord] = deque(maxlen=STEPS)
         self._said = False
 
@@ -37,17 +60,23 @@ class CommunicationAdvice:
         self._last.append(record)
         if self._said or len(self._last) < STEPS:
             return
-        said = communication_advice(self._plan, list(self._last))
-        if said is not None:
+        advice = advise(self._plan, list(self._last))
+        if advice is not None:
             self._said = True
-            self._say(said)
+            self._say(said_of(advice, self._plan, adapts=self._adapts))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Nothing to say of it."""
 
+    def changed(self, change: PlanChange) -> None:
+        """Another plan, other advice; of one that the run has come back to all was said."""
+        self._plan = change.plan
+        self._last.clear()
+        self._said = change.failure is not None
 
-def communication_advice(plan: Plan, records: Sequence[StepRecord]) -> str | None:
-    """What to change, for the steps of `records`; None where they wait little enough.
+
+def advise(plan: Plan, records: Sequence[StepRecord]) -> Advice | None:
+    """What the steps of `records` say; None where ranks wait little enough.
 
     The predicted seconds are those measured, less what the change sends less, plus what it costs
     beside by the planner's step time.
@@ -56,45 +85,34 @@ def communication_advice(plan: Plan, records: Sequence[StepRecord]) -> str | Non
     if share <= MOST_COMMUNICATION:
         return None
     seconds = median(record.seconds for record in records)
-    said = f"ranks wait for each other {share:.0%} of a step (median of {len(records)}). "
     lighter = plan.lighter
+    if lighter is not None:
+        waited = seconds * share
+        beside = without_communication(lighter.plan.step_time)
+        beside -= without_communication(plan.step_time)
+        then = seconds - waited + waited * lighter.sent + beside
+        if then < seconds:
+            return Advice(share, seconds, lighter, then)
+    return Advice(share, seconds)
+
+
+def said_of(advice: Advice, plan: Plan, *, adapts: bool = False) -> str:
+    """The advice in words."""
+    said = f"ranks wait for each other {advice.share:.0%} of a step (median of {STEPS}). "
+    lighter = advice.lighter
     if lighter is None:
         return said + _nothing_lighter(plan.policies)
-    then = lighter_seconds(plan, lighter, seconds, share)
-    if then >= seconds:
-        return said + _nothing_lighter(plan.policies)
-    return said + (
-        f"Predicted to help most: {', '.join(changes(plan.policies, lighter.policies))}: "
-        f"{format_seconds(then)} per step instead of {format_seconds(seconds)}; it fits, device "
-        f"peak {format_bytes(lighter.bill.peak_bytes(Tier.DEVICE))}"
+    what = ", ".join(changes(plan.policies, lighter.plan.policies).values())
+    said += (
+        f"Predicted to help most: {what}: {format_seconds(advice.predicted_seconds)} per step "
+        f"instead of {format_seconds(advice.seconds)}; it fits, device peak "
+        f"{format_bytes(lighter.plan.bill.peak_bytes(Tier.DEVICE))}"
     )
-
-
-def lighter_seconds(plan: Plan, lighter: Lighter, seconds: float, share: float) -> float:
-    """Predicted seconds of a step after the change, from those of one before it.
-
-    Args:
-        share: of them that ranks wait for each other.
-    """
-    waited = seconds * share
-    beside = _without_communication(lighter) - _without_communication(plan)
-    return seconds - waited + waited * lighter.sent + beside
-
-
-def changes(before: Policies, after: Policies) -> Iterator[str]:
-    """What is another in `after`, in the words of the job's keys."""
-    old, new = before.sharding, after.sharding
-    if old.zero_stage != new.zero_stage:
-        yield f"zero_stage: {new.zero_stage} instead of {old.zero_stage}"
-    if old.replicas != new.replicas:
-        yield f"data_parallel_replicas: {new.replicas}, one on each machine"
-    if before.batch != after.batch:
-        micro, was = after.batch.micro_batch_size, before.batch.micro_batch_size
-        yield f"per_device_train_batch_size: {micro} instead of {was}, the same global batch"
-
-
-def _without_communication(what: Plan | Lighter) -> float:
-    return what.step_time.total - what.step_time.communication
+    if not adapts:
+        return said
+    if lighter.given:
+        return f"{said}. The job gives {', '.join(lighter.given)}, so adapt leaves that to you"
+    return f"{said}. The run goes on with it from the next checkpoint if that pays off by its end"
 
 
 def _nothing_lighter(policies: Policies) -> str:

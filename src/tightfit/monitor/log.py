@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 
 
@@ -26,6 +27,10 @@ class TrainerLog:
     def evaluation(self, record: EvaluationRecord) -> None:
         """Write an evaluation's record."""
         self._write({"event": "evaluation", **record.to_json()})
+
+    def changed(self, change: PlanChange) -> None:
+        """Write which plan the run goes on with, and why."""
+        self._write({"event": "plan", **change.to_json()})
 
     def _write(self, content: dict[str, object]) -> None:
         with self._path.open("a", encoding="utf-8") as file:

@@ -10,7 +10,9 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.units import format_bytes, format_seconds
 
@@ -74,6 +76,10 @@ class RunProgress:
             f"({format_seconds(record.seconds)})",
             highlight=False,
         )
+
+    def changed(self, change: PlanChange) -> None:
+        """Say what changes and why."""
+        self._console.print(Text(str(change), style="yellow"), soft_wrap=True)
 
 
 def _line(record: StepRecord, limit: int | None) -> str:

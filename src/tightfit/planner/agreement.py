@@ -43,7 +43,8 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
         "attention": policies.attention == fixed.attention,
         "num_gpus": policies.sharding.ranks == fixed.sharding.ranks,
         "zero_stage": policies.sharding.zero_stage in {s.zero_stage for s in options.shardings},
-        "data_parallel_replicas": policies.sharding.replicas == fixed.sharding.replicas,
+        "data_parallel_replicas": "data_parallel_replicas" not in job.model_fields_set
+        or policies.sharding.replicas == fixed.sharding.replicas,
         "pipeline_parallel_size": policies.sharding.pipeline_parallel
         == fixed.sharding.pipeline_parallel,
         "pipeline_schedule": policies.sharding.pipeline_schedule

@@ -143,16 +143,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Lighter:
-    """What fits too and sends less between ranks than the plan, whatever the link's rate.
+    """What fits too and sends less between ranks than another plan, whatever the link's rate.
 
     Attributes:
-        sent: what it sends, as a part of what the plan sends, below 1.
+        plan: what sends less; its own `lighter` sends still less, where a run may adapt.
+        sent: what it sends, as a part of what the other sends, below 1.
+        given: keys of the job that say otherwise. Where there are any it is for a person to change
+            them.
     """
 
-    policies: Policies
-    bill: MemoryTable
-    step_time: StepTime
+    plan: Plan
     sent: float
+    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

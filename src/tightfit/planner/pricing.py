@@ -15,6 +15,7 @@ from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.workload import Workload
 from tightfit.planner.bounds import LowerBounds
+from tightfit.planner.collectives import Exchange, ModelSizes, exchanges
 from tightfit.planner.placements import divides_layers
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
@@ -152,6 +153,10 @@ class Pricing:
             per_token = inputs / every + per_token * (1 - 1 / every)
         return traffic_of(run, policies, tokens * per_token)
 
+    def exchanges(self, policies: Policies) -> list[Exchange]:
+        """What ranks send each other in one optimizer step."""
+        return exchanges(self._sizes(policies), policies, self.workload)
+
     def counts(self, policies: Policies) -> DryRun:
         """A run of the same model and adapter: its counts and its shape are theirs too."""
         same = (self.plain.adapter, self.plain.quantisation)
@@ -181,6 +186,21 @@ class Pricing:
             layers=shape.layers,
             hidden_size=shape.hidden_size,
             activation_bytes_per_token=self._activation_bytes_per_token,
+            sizes=self._sizes(policies),
+        )
+
+    def _sizes(self, policies: Policies) -> ModelSizes:
+        run = self.counts(policies)
+        shape = run.shape
+        return ModelSizes(
+            trainable=run.trainable,
+            frozen=run.frozen,
+            quantised=run.quantised,
+            trained_tensors=run.trained_tensors,
+            layers=shape.layers,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            tied=shape.tied,
         )
 
     @cached_property

@@ -30,12 +30,12 @@ from tightfit.planner.disk_rate import measure_disk
 from tightfit.planner.explain import reasons_for, without_effect
 from tightfit.planner.first_fit import FirstFit
 from tightfit.planner.fitting import Fitting, possible
-from tightfit.planner.lighter import lighter_plan
+from tightfit.planner.lighter import LighterSearch, adapt_notes
 from tightfit.planner.machine import card_here, limits_of, precision_of
 from tightfit.planner.nothing_fits import MayAllow, Shortage
 from tightfit.planner.options import Options, model_options
 from tightfit.planner.placements import uses_disk
-from tightfit.planner.plan import Plan
+from tightfit.planner.plan import Lighter, Plan
 from tightfit.planner.pricing import Config, Observe, Pricing, fields_of, nobody
 from tightfit.planner.rates import Rates, measure_rates
 from tightfit.policies import AdapterPolicy, Policies, QuantisationPolicy
@@ -74,7 +74,7 @@ def plan_job(
         plan = search.require_fit(search.plan_of(policies))
     else:
         plan = search.best()
-    return search.with_lighter(plan) if lighter else plan
+    return search.for_a_run(plan) if lighter else plan
 
 
 def _prepare(
@@ -211,8 +211,12 @@ class _Search:
             )
         return plan
 
-    def plan_of(self, policies: Policies) -> Plan:
-        """The plan with exactly these policies."""
+    def plan_of(self, policies: Policies, *, explain: bool = True) -> Plan:
+        """The plan with exactly these policies.
+
+        Args:
+            explain: give its reasons, which may cost dry runs.
+        """
         run = self.pricing.run(policies, full_depth=True)
         limits = self.fitting.limits
         return Plan(
@@ -223,13 +227,28 @@ class _Search:
             limits=limits,
             trainable_parameters=run.trainable,
             frozen_parameters=run.frozen,
-            reasons=tuple(reasons_for(policies, self.pricing, limits)),
+            reasons=tuple(reasons_for(policies, self.pricing, limits)) if explain else (),
             alternatives=tuple(self.fitting.turned_down),
             notes=tuple(without_effect(self.job, policies)),
             offload_folder=self.job.disk_folder if uses_disk(policies.placement) else None,
         )
 
-    def with_lighter(self, plan: Plan) -> Plan:
-        """`plan` with what sends less between ranks and fits too."""
-        lighter = lighter_plan(plan.policies, self.fitting, self.job.nnodes)
-        return replace(plan, lighter=lighter)
+    def for_a_run(self, plan: Plan) -> Plan:
+        """`plan` with what sends less between ranks and fits too, and what the job's wish to adapt
+        will come to."""
+        plan = self._with_lighter(plan)
+        notes = adapt_notes(self.job, plan) if self.job.adapt else ()
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _with_lighter(self, plan: Plan) -> Plan:
+        """A run that may adapt may do so again: each plan sends less than the one before, so that
+        none comes twice."""
+        adapt = self.job.adapt
+        found = LighterSearch(self.job, self.options, self.fitting).of(plan.policies)
+        if found is None:
+            return plan
+        after = self.plan_of(found.policies, explain=adapt and not found.given)
+        after = replace(after, alternatives=plan.alternatives)
+        if adapt and not found.given:
+            after = self._with_lighter(after)
+        return replace(plan, lighter=Lighter(after, found.sent, found.given))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.facts.workload import Workload
-from tightfit.planner.collectives import sent_bytes
+from tightfit.planner.collectives import ModelSizes, exchanges, sent_bytes
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.traffic import Traffic
@@ -38,6 +38,7 @@ class ModelCost:
         layers, hidden_size: of the decoder.
         head_parameters: of the output layer, which is not recomputed.
         activation_bytes_per_token: what a plain forward leaves for backward.
+        sizes: what decides what ranks send each other.
     """
 
     parameters: int
@@ -47,6 +48,7 @@ class ModelCost:
     layers: int
     hidden_size: int
     activation_bytes_per_token: float
+    sizes: ModelSizes
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,25 @@ def predict_step_time(
         * policies.batch.accumulation_steps
         * rates.operation_seconds,
         disk=disk + max(0.0, update.disk - busy),
-        communication=_communication(cost, policies, rates, computing, on_card=on_card),
+        communication=_communication(cost, policies, workload, rates, computing, on_card=on_card),
     )
 
 
 def _communication(
-    cost: ModelCost, policies: Policies, rates: Rates, computing: _Computing, *, on_card: bool
+    cost: ModelCost,
+    policies: Policies,
+    workload: Workload,
+    rates: Rates,
+    computing: _Computing,
+    *,
+    on_card: bool,
 ) -> float:
-    """What collectives take; on a card beyond the computing that goes on meanwhile."""
-    sent = sent_bytes(cost.parameters, cost.trainable, policies) / rates.copy_bytes_per_second
-    hidden = computing.forward + computing.backward + computing.recompute if on_card else 0.0
-    return max(0.0, sent - hidden)
+    """What collectives take; on a card, of those that computing hides, what is beyond it."""
+    found = exchanges(cost.sizes, policies, workload)
+    behind = sent_bytes(e for e in found if e.hidden) / rates.copy_bytes_per_second
+    waited = sent_bytes(e for e in found if not e.hidden) / rates.copy_bytes_per_second
+    hides = computing.forward + computing.backward + computing.recompute if on_card else 0.0
+    return waited + max(0.0, behind - hides)
 
 
 def _computing(cost: ModelCost, policies: Policies, workload: Workload, rates: Rates) -> _Computing:

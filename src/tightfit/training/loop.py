@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 from tightfit.engine.engine import Engine
 from tightfit.errors import ConfigError, Interrupted, TrainingError
 from tightfit.facts.job import Job
+from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.communication import CommunicationWatch
 from tightfit.monitor.memory import MemoryWatch
 from tightfit.monitor.records import EvaluationRecord, StepRecord
@@ -43,6 +44,22 @@ class Observer(Protocol):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """One evaluation is done."""
+        ...
+
+    def changed(self, change: PlanChange) -> None:
+        """The run goes on from a checkpoint with another plan, or cannot."""
+        ...
+
+
+class ChangeOfPlan(Protocol):
+    """Whoever may want a run to go on with another plan."""
+
+    def change(self, records: Sequence[StepRecord], step: int) -> PlanChange | None:
+        """What to change now that a checkpoint of `step` is saved; the same on every rank.
+
+        Args:
+            records: of the steps so far.
+        """
         ...
 
 
@@ -95,7 +112,7 @@ class TrainingLoop:
         micro_batch_size: int,
         output_dir: Path,
         watch: MemoryWatch,
-        observers: list[Observer],
+        observers: Sequence[Observer],
     ) -> None:
         self._job = job
         self.engine = engine
@@ -113,8 +130,13 @@ class TrainingLoop:
         self.evaluations: list[EvaluationRecord] = []
         self.checkpoint: Path | None = None
 
-    def run(self, start: Progress | None = None) -> None:
-        """Train from `start` to the end.
+    def run(
+        self, start: Progress | None = None, adapting: ChangeOfPlan | None = None
+    ) -> PlanChange | None:
+        """Train from `start` to the end, or to a checkpoint from which another plan goes on.
+
+        Returns:
+            What to change, where the run is not over.
 
         Raises:
             TrainingError: too many steps in a row whose gradients are not finite.
@@ -130,12 +152,18 @@ class TrainingLoop:
                 stop = together.any_of(interrupt.raised)
                 if self.schedule.evaluations_due(self._job, progress.step):
                     self.evaluate(progress.step)
-                if stop or self.schedule.save_due(self._job, progress.step):
+                save = stop or self.schedule.save_due(self._job, progress.step)
+                if save:
                     self._save(progress)
                 if stop:
                     raise Interrupted(self._stopped(progress.step))
+                if save and adapting is not None:
+                    change = adapting.change(self.records, progress.step)
+                    if change is not None:
+                        return change
                 self._watch.step_done(len(self.records))
         self.evaluate(self.schedule.total_steps)
+        return None
 
     def evaluate(self, step: int) -> None:
         """Measure the held-out loss, if anything is held out."""

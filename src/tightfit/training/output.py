@@ -17,6 +17,7 @@ from tightfit.training.checkpoint import latest_checkpoint
 
 LOG = "trainer_log.jsonl"
 PLAN = "plan.yaml"
+TRIED = "plan.tried.yaml"  # of a run that changes its plan, until the first step with it is done
 REPORT = "report.json"
 _CHECKPOINT = re.compile(r"checkpoint-\d+|\.checkpoint-\d+\.incomplete")
 
@@ -91,7 +92,7 @@ def _of_a_run(folder: Path) -> list[Path]:
     """What a run wrote into `folder`."""
     if not folder.is_dir():
         return []
-    names = (LOG, PLAN, REPORT)
+    names = (LOG, PLAN, TRIED, REPORT)
     return [
         path for path in folder.iterdir() if path.name in names or _CHECKPOINT.fullmatch(path.name)
     ]

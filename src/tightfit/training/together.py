@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.errors import OtherRankError
 
@@ -24,11 +25,13 @@ def rank() -> int:
 
 
 def from_all(item: Item) -> list[Item]:
-    """The items of all ranks, in their order; small ones."""
+    """The items of all ranks, in their order; small ones. No ledger counts what carries them, so
+    that a rank whose memory has run out can still say so."""
     if not dist.is_initialized():
         return [item]
     items: list[Item] = [item] * dist.get_world_size()
-    dist.all_gather_object(items, item)
+    with _disable_current_modes():
+        dist.all_gather_object(items, item)
     return items
 
 
