@@ -9,11 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tightfit.engine.host_threads import (
-    parse_cpu_list,
     prepare_update_thread,
     processors_near,
     update_threads,
@@ -30,18 +27,6 @@ def test_a_rank_has_its_share(
     device: torch.device, processors: int, ranks: int, threads: int
 ) -> None:
     assert update_threads(device, processors, ranks) == threads
-
-
-@given(st.sets(st.integers(0, 300)))
-def test_lists_of_processors_are_read_as_linux_writes_them(numbers: set[int]) -> None:
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    text = ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs) + "\n"
-    assert parse_cpu_list(text) == numbers
 
 
 @pytest.fixture

@@ -1,79 +1,13 @@
-"""Shares of a machine's processors, on machines drawn up as files."""
+"""A rank's process on its share of the machine."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-from tightfit.launch.processors import said_by_user, settle, share_of, threads_of
-
-
-def machine(folder: Path, nodes: list[str], threads_per_core: int = 1) -> tuple[Path, Path]:
-    """Folders as Linux shows its NUMA nodes and its processors; neighbours share a core."""
-    for number, cpus in enumerate(nodes):
-        (folder / f"nodes/node{number}").mkdir(parents=True)
-        (folder / f"nodes/node{number}/cpulist").write_text(cpus + "\n")
-    for number in range(32):
-        topology = folder / f"cpus/cpu{number}/topology"
-        topology.mkdir(parents=True)
-        (topology / "core_cpus_list").write_text(str(number // threads_per_core))
-    return folder / "nodes", folder / "cpus"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "ranks", "shares"),
-    [
-        (["0-7"], 2, ["0-7", "0-7"]),
-        (["0-3", "4-7"], 2, ["0-3", "4-7"]),
-        (["0-3", "4-7"], 4, ["0-3", "0-3", "4-7", "4-7"]),
-        (["0-3", "4-7"], 3, ["0-3", "0-3", "4-7"]),
-        (["0-3", "4-7"], 1, ["0-7"]),
-        (["0-3", "8-11"], 2, ["0-7", "0-7"]),  # of the second none may be used
-        ([], 2, ["0-7", "0-7"]),
-    ],
-)
-def test_ranks_stay_on_a_node(
-    tmp_path: Path, nodes: list[str], ranks: int, shares: list[str]
-) -> None:
-    folder, _ = machine(tmp_path, nodes)
-    found = [share_of(rank, ranks, set(range(8)), folder) for rank in range(ranks)]
-    expected = [tuple(map(int, share.split("-"))) for share in shares]
-    assert found == [set(range(first, last + 1)) for first, last in expected]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "ranks", "threads_per_core", "quota", "threads"),
-    [
-        (["0-15"], 1, 1, None, [16]),
-        (["0-15"], 4, 1, None, [4, 4, 4, 4]),
-        (["0-15"], 4, 2, None, [2, 2, 2, 2]),
-        (["0-7", "8-15"], 3, 1, None, [4, 4, 8]),
-        (["0-15"], 32, 1, None, [1] * 32),
-        (["0-15"], 2, 1, 6.5, [3, 3]),
-        (["0-15"], 2, 1, 0.5, [1, 1]),
-    ],
-)
-def test_threads_are_cores_shared_out(
-    tmp_path: Path,
-    nodes: list[str],
-    ranks: int,
-    threads_per_core: int,
-    quota: float | None,
-    threads: list[int],
-) -> None:
-    folder, cpus = machine(tmp_path, nodes, threads_per_core)
-    found = [
-        threads_of(rank, ranks, set(range(16)), quota=quota, nodes=folder, cpus=cpus)
-        for rank in range(ranks)
-    ]
-    assert found == threads
-
-
-def test_every_processor_is_a_core_where_nobody_says_more(tmp_path: Path) -> None:
-    assert threads_of(0, 2, {0, 1, 2, 3}, nodes=tmp_path, cpus=tmp_path) == 2
+from tightfit.launch.processors import said_by_user, settle
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tightfit.facts.processors import parse_cpu_list
+
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -47,13 +49,3 @@ def processors_near(device: torch.device, pci_devices: Path = _PCI_DEVICES) -> s
     except OSError:
         return set()
     return parse_cpu_list(told) & os.sched_getaffinity(0)
-
-
-def parse_cpu_list(text: str) -> set[int]:
-    """Numbers of a list as Linux writes it, such as `0-3,8,10-11`."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            found.update(range(int(first), int(last or first) + 1))
-    return found

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from tightfit.errors import ConfigError, Interrupted, RankError, TightfitError
 from tightfit.facts.job import Job
+from tightfit.facts.processors import cpu_quota, threads_of
 from tightfit.launch.environment import BEGIN, RankPlace
 from tightfit.launch.failures import Cause, Failure, first_cause
 from tightfit.launch.interrupts import Interrupts
 from tightfit.launch.machines import SILENCE_SECONDS, Exchange, Machines
-from tightfit.launch.processors import THREADS, cpu_quota, threads_of
+from tightfit.launch.processors import THREADS
 from tightfit.launch.restart import AS_THE_JOB_SAYS, begins_again
 from tightfit.launch.workers import Workers, start_workers
 
