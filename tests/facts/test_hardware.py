@@ -17,6 +17,7 @@ from tightfit.facts.hardware import (
     Accelerator,
     DeviceProcess,
     Hardware,
+    PcieLink,
     Readers,
     describe,
     detect_hardware,
@@ -62,6 +63,23 @@ class FakeNvml:
         if "capability" not in card:
             raise FakeNVMLError
         return list(card["capability"])
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, card: dict[str, Any]) -> int:  # noqa: N802
+        return self._pcie(card)[0]
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, card: dict[str, Any]) -> int:  # noqa: N802
+        return self._pcie(card)[1]
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, card: dict[str, Any]) -> int:  # noqa: N802
+        return self._pcie(card)[2]
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, card: dict[str, Any]) -> int:  # noqa: N802
+        return self._pcie(card)[3]
+
+    def _pcie(self, card: dict[str, Any]) -> tuple[int, int, int, int]:
+        if "pcie" not in card:
+            raise FakeNVMLError
+        return tuple(card["pcie"])  # type: ignore[return-value]
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.65"
@@ -297,3 +315,10 @@ def test_without_the_library_or_its_driver(monkeypatch: pytest.MonkeyPatch) -> N
     working = SimpleNamespace(nvmlInit=lambda: None, NVMLError=FakeNVMLError)
     monkeypatch.setitem(sys.modules, "pynvml", working)
     assert load() is working
+
+
+def test_how_a_card_is_connected_now_and_at_most(machine: FakeMachine) -> None:
+    found = machine.with_cards({"pcie": (1, 4, 4, 16)}, {})
+    assert found.accelerators[0].pcie == PcieLink(1, 4, 4, 16)
+    assert found.accelerators[1].pcie is None  # the driver does not tell
+    assert [card.uuid for card in found.accelerators] == ["GPU-aaaa", "GPU-bbbb"]

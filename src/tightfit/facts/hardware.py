@@ -37,6 +37,23 @@ class DeviceProcess:
 
 
 @dataclass(frozen=True)
+class PcieLink:
+    """How a card is connected at this moment, and at most.
+
+    A card that has nothing to do lowers its generation to save power: look while it copies.
+
+    Attributes:
+        generation, lanes: now.
+        most_generation, most_lanes: that the card and the slot it is in can do together.
+    """
+
+    generation: int
+    lanes: int
+    most_generation: int
+    most_lanes: int
+
+
+@dataclass(frozen=True)
 class Accelerator:
     """One card that this process may use.
 
@@ -45,6 +62,8 @@ class Accelerator:
             CUDA_DEVICE_ORDER=PCI_BUS_ID is set, so with a mix name them by UUID.
         free_bytes: what no process holds at this moment.
         capability: CUDA's compute capability; None where the driver does not tell.
+        uuid: of this very card; empty where nobody tells.
+        pcie: None where the driver does not tell (other vendors, some virtual machines).
     """
 
     index: int
@@ -53,6 +72,8 @@ class Accelerator:
     free_bytes: int
     processes: tuple[DeviceProcess, ...] = ()
     capability: tuple[int, int] | None = None
+    uuid: str = ""
+    pcie: PcieLink | None = None
 
 
 @dataclass(frozen=True)
@@ -228,8 +249,9 @@ def _read_accelerators(
         total, free = _device_memory(nvml, handles[index], ram_total, ram_available)
         name = _text(nvml.nvmlDeviceGetName(handles[index]))
         processes = _device_processes(nvml, handles[index], readers.process_name)
-        capability = _capability(nvml, handles[index])
-        cards.append(Accelerator(index, name, total, free, processes, capability))
+        capability, pcie = _capability(nvml, handles[index]), _pcie_link(nvml, handles[index])
+        uuid = identities[index]
+        cards.append(Accelerator(index, name, total, free, processes, capability, uuid, pcie))
     return tuple(cards)
 
 
@@ -239,6 +261,18 @@ def _capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
     except nvml.NVMLError:
         return None
     return int(major), int(minor)
+
+
+def _pcie_link(nvml: Any, handle: Any) -> PcieLink | None:
+    try:
+        return PcieLink(
+            int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
+            int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+            int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+            int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+        )
+    except nvml.NVMLError:
+        return None
 
 
 def _device_memory(nvml: Any, handle: Any, ram_total: int, ram_available: int) -> tuple[int, int]:
