@@ -27,6 +27,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         **{
             field.name: 1e-6 if field.name.endswith("operation_seconds") else 1e10
             for field in dataclasses.fields(Rates)
+            if field.type == "float"
         }
     )
     monkeypatch.setattr(search, "measure_rates", lambda device, dtype: rates)

@@ -64,6 +64,7 @@ def no_measuring() -> Iterator[None]:
         **{
             field.name: 1e-6 if field.name.endswith("operation_seconds") else 1e10
             for field in dataclasses.fields(Rates)
+            if field.type == "float"
         }
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -45,6 +45,7 @@ def make_rates(**given: float) -> Rates:
     values = {
         field.name: 1e-6 if field.name.endswith("operation_seconds") else 1e10
         for field in dataclasses.fields(Rates)
+        if field.type == "float"
     }
     return Rates(**(values | given))
 

@@ -24,6 +24,7 @@ def rates() -> Rates:
         **{
             field.name: 1e-6 if field.name.endswith("operation_seconds") else 1e10
             for field in dataclasses.fields(Rates)
+            if field.type == "float"
         }
     )
 

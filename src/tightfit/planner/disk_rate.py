@@ -1,11 +1,12 @@
 """How fast the nvme tier's disk is: measured with the tier's own reads and writes, or assumed.
 
-At most 64 MiB are written, to a file without a name that is gone when it is closed.
+What is written goes to a file without a name that is gone when it is closed.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from tightfit.engine.transfer import Arrival
 from tightfit.errors import DoesNotFitError
 from tightfit.units import MIB
 
-_REQUEST_BYTES = 8 * MIB
-_REQUESTS = 8
+REQUEST_BYTES = 8 * MIB
+_BUFFERS = 8
+QUICK_BYTES = _BUFFERS * REQUEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,28 @@ ASSUMED_DISK = DiskRate(3.5e9, 1.7e9)
 def measure_disk(folder: Path) -> DiskRate:
     """The rates of the disk under `folder`, which exists, in well under a second on an SSD.
 
-    What is assumed, where nothing can be written there or the file system has no direct requests.
+    64 MiB are written. What is assumed, where nothing can be written there or the file system has
+    no direct requests.
+    """
+    return try_disk(folder, QUICK_BYTES) or ASSUMED_DISK
+
+
+def try_disk(folder: Path, size_bytes: int) -> DiskRate | None:
+    """The rates of the disk under `folder`, which exists; None where nothing can be written there
+    or the file system has no direct requests.
+
+    Args:
+        size_bytes: written and read once; a multiple of `REQUEST_BYTES`.
     """
     try:
-        file = DiskFile.create(folder, "rate", _REQUESTS * _REQUEST_BYTES)
+        file = DiskFile.create(folder, "rate", size_bytes)
     except (DiskError, DoesNotFitError):
-        return ASSUMED_DISK
+        return None
     disk = Disk()
     try:
-        return _measured(disk, file) if file.direct else ASSUMED_DISK
+        return _measured(disk, file) if file.direct else None
     except DiskError:
-        return ASSUMED_DISK
+        return None
     finally:
         disk.close()
         file.close()
@@ -59,8 +72,8 @@ def measure_disk(folder: Path) -> DiskRate:
 def _measured(disk: Disk, file: DiskFile) -> DiskRate:
     slab = HostSlab(torch.device("cpu"))
     reserved = [
-        slab.reserve((_REQUEST_BYTES,), torch.uint8, Kind.TRANSFER, align=BLOCK_BYTES)
-        for _ in range(_REQUESTS)
+        slab.reserve((REQUEST_BYTES,), torch.uint8, Kind.TRANSFER, align=BLOCK_BYTES)
+        for _ in range(_BUFFERS)
     ]
     slab.allocate()
     buffers = [buffer.tensor.random_() for buffer in reserved]  # zeros may never reach the disk
@@ -74,7 +87,11 @@ def _bytes_per_second(
     buffers: list[torch.Tensor],
 ) -> float:
     start = time.perf_counter()
-    arrivals = [move(file, index * _REQUEST_BYTES, buffer) for index, buffer in enumerate(buffers)]
-    for arrival in arrivals:
+    waiting: deque[Arrival] = deque()
+    for index in range(file.size_bytes // REQUEST_BYTES):
+        if len(waiting) == len(buffers):
+            waiting.popleft().wait()  # whose buffer comes next
+        waiting.append(move(file, index * REQUEST_BYTES, buffers[index % len(buffers)]))
+    for arrival in waiting:
         arrival.wait()
-    return len(buffers) * _REQUEST_BYTES / (time.perf_counter() - start)
+    return file.size_bytes / (time.perf_counter() - start)

@@ -133,11 +133,12 @@ class Pricing:
 
     def step_time(self, policies: Policies) -> StepTime:
         """Predicted seconds of one optimizer step."""
+        cost = self._cost(policies)
         return predict_step_time(
-            self._cost(policies),
+            cost,
             policies,
             self.workload,
-            self.rates,
+            self.rates.at_width(cost.hidden_size),
             self.traffic(policies),
             on_card=self.card is not None,
         )
