@@ -18,7 +18,7 @@ Captured = pytest.CaptureFixture[str]
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 KEYS = {
     "fits", "peak_bytes", "phases", "kinds", "plan", "step_seconds", "step_seconds_by_part",
-    "parameters", "limits", "plain_peak_bytes", "reasons", "notes", "alternatives",
+    "parameters", "limits", "plain_peak_bytes", "reasons", "notes", "alternatives", "rates",
 }  # fmt: skip
 TIERS = {"device", "host", "pinned", "nvme"}
 
@@ -109,7 +109,9 @@ def test_the_page_names_every_word() -> None:
 
 
 def test_the_page_names_no_key_that_is_gone() -> None:
-    tables = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), flags=re.M)
+    others = "\n## `tightfit probe"  # the verb's own test knows its keys
+    page = PAGE.read_text().partition(others)[0]
+    tables = re.findall(r"^\| `(\w+)` \|", page, flags=re.M)
     assert set(tables) >= KEYS
     gone = set(tables) - KEYS - {
         "predicted", "measured", "differences", "peak_error", "steps", "evaluations", "answers",

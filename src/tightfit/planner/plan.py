@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tightfit.bill.table import MemoryTable
 from tightfit.planner.words import techniques
@@ -125,6 +126,23 @@ class StepTime:
         return {**self.__dict__, "total": self.total}
 
 
+RatesSource = Literal["probe", "quick", "given"]
+
+
+@dataclass(frozen=True)
+class RatesNote:
+    """Where the rates of a step time come from.
+
+    Attributes:
+        source: `probe` of this machine, `quick` measuring while it was planned, or `given` by
+            whoever asked for the plan.
+        said: the same in a sentence or two; empty where there is nothing to say.
+    """
+
+    source: RatesSource = "given"
+    said: str = ""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Policies that were priced.
@@ -170,6 +188,7 @@ class Plan:
         offload_folder: of what is on nvme, whose disk was looked at; None where nothing is.
         lighter: for when ranks turn out to wait for each other; None where nothing is known or
             nobody has looked.
+        rates: what the step times come from.
     """
 
     policies: Policies
@@ -184,6 +203,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     offload_folder: Path | None = None
     lighter: Lighter | None = None
+    rates: RatesNote = RatesNote()
 
     @property
     def fits(self) -> bool:
@@ -197,6 +217,7 @@ class Plan:
             "plan": techniques(self.policies),
             "step_seconds": self.step_time.total,
             "step_seconds_by_part": self.step_time.to_json(),
+            "rates": dict(self.rates.__dict__),
             "parameters": {
                 "trainable": self.trainable_parameters,
                 "frozen": self.frozen_parameters,

@@ -25,6 +25,7 @@ from tightfit.facts.disk import check_is_disk, nearest_existing, why_no_disk
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
+from tightfit.planner import measure
 from tightfit.planner.agreement import planned_policies
 from tightfit.planner.disk_rate import measure_disk
 from tightfit.planner.explain import reasons_for, without_effect
@@ -35,8 +36,9 @@ from tightfit.planner.machine import card_here, limits_of, precision_of
 from tightfit.planner.nothing_fits import MayAllow, Shortage
 from tightfit.planner.options import Options, model_options
 from tightfit.planner.placements import uses_disk
-from tightfit.planner.plan import Lighter, Plan
+from tightfit.planner.plan import Lighter, Plan, RatesNote
 from tightfit.planner.pricing import Config, Observe, Pricing, fields_of, nobody
+from tightfit.planner.probe.known import RankShare, probed_disk, probed_rates, threads_of_rank
 from tightfit.planner.rates import Rates, measure_rates
 from tightfit.policies import AdapterPolicy, Policies, QuantisationPolicy
 from tightfit.units import format_bytes
@@ -51,20 +53,22 @@ def plan_job(
     observe: Observe = nobody,
     *,
     lighter: bool = False,
+    threads: int | None = None,
 ) -> Plan:
     """The plan for a job: the job's plan file if it names one, else the fastest that fits.
 
     Args:
-        rates: of this machine; measured when None.
+        rates: of this machine; those of its probe, or measured, when None.
         observe: told of all policies that are about to be priced, which may take long.
         lighter: look for what sends less too, for the monitor of a run.
+        threads: of each rank on the CPU; an equal share of this machine's when None.
 
     Raises:
         DoesNotFitError: nothing fits, or the plan file does not.
         ConfigError: the job or its plan file contradicts the model.
         UnsupportedError: the machine is another one and nobody knows its rates.
     """
-    search = _prepare(job, config, workload, hardware, rates, observe)
+    search = _prepare(job, config, workload, hardware, rates, observe, threads)
     if job.plan is not None:
         policies = planned_policies(job, search.options)
         check_engine_can(policies)
@@ -84,6 +88,7 @@ def _prepare(
     hardware: Hardware,
     rates: Rates | None,
     observe: Observe,
+    threads: int | None,
 ) -> _Search:
     if job.precision == "fp16":
         raise UnsupportedError(
@@ -102,18 +107,51 @@ def _prepare(
             "planning for a card that this machine does not have is not available yet; "
             "`tightfit estimate` prices a job for one"
         )
-    folder = nearest_existing(job.disk_folder) if rates is None else None
-    rates = rates or measure_rates(device, torch.float32 if card is None else DTYPES[precision])
-    pricing = Pricing(options.plain(), config, workload, rates, card, observe)
+    known = (
+        _RatesHere(rates, RatesNote(), None)
+        if rates is not None
+        else _rates_here(job, hardware, device, precision, threads)
+    )
+    pricing = Pricing(options.plain(), config, workload, known.rates, card, observe)
     return _Search(
         job,
         pricing,
         options,
         Fitting(pricing, limits_of(job, hardware, card)),
-        disk_folder=folder,
+        disk_folder=known.disk_folder,
+        rates_note=known.note,
         no_disk=why_no_disk(job.disk_folder),
         quantises=find_spec("bitsandbytes") is not None,
     )
+
+
+@dataclass(frozen=True)
+class _RatesHere:
+    """Rates of this machine, where they come from, and the folder whose disk nobody knows yet."""
+
+    rates: Rates
+    note: RatesNote
+    disk_folder: Path | None
+
+
+def _rates_here(
+    job: Job, hardware: Hardware, device: torch.device, precision: str, threads: int | None
+) -> _RatesHere:
+    """What a probe has found, or what can be measured in a second."""
+    computing = "fp32" if device.type == "cpu" else precision
+    if threads is None:
+        threads = threads_of_rank(job.num_gpus)
+    place = RankShare(device, computing, job.num_gpus, threads)
+    folder = nearest_existing(job.disk_folder)
+    rates, said = probed_rates(hardware, place)
+    if rates is None:
+        with measure.threads(threads):
+            rates = measure_rates(device, DTYPES[computing])
+        return _RatesHere(rates, RatesNote("quick", said), folder)
+    disk = probed_disk(hardware, folder)
+    if disk is not None:
+        rates = rates.with_disk(disk)
+    return _RatesHere(rates, RatesNote("probe", said), folder if disk is None else None)
 
 
 @dataclass
@@ -122,6 +160,7 @@ class _Search:
 
     Attributes:
         job: what is planned for.
+        rates_note: where the rates of `pricing` come from.
         disk_folder: on the disk whose rates are not known yet; None where they are.
         no_disk: why nothing can go to nvme; None where it can.
         quantises: whether a base of few bits can be planned for.
@@ -131,6 +170,7 @@ class _Search:
     pricing: Pricing
     options: Options
     fitting: Fitting
+    rates_note: RatesNote
     disk_folder: Path | None
     no_disk: str | None
     quantises: bool
@@ -231,6 +271,7 @@ class _Search:
             alternatives=tuple(self.fitting.turned_down),
             notes=tuple(without_effect(self.job, policies)),
             offload_folder=self.job.disk_folder if uses_disk(policies.placement) else None,
+            rates=self.rates_note,
         )
 
     def for_a_run(self, plan: Plan) -> Plan:

@@ -108,6 +108,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     if plan.alternatives:
         console.print(_alternatives_table(plan.alternatives))
     console.print(Text(_peaks(plan)), Text(_seconds(plan)), sep="\n", soft_wrap=True)
+    if plan.rates.said:
+        console.print(Text(f"  {plan.rates.said}", style="dim"), soft_wrap=True)
 
 
 def _peaks(plan: Plan) -> str:

@@ -75,7 +75,15 @@ def make_plan(run: PreparedRun, observe: Observe = nobody) -> Plan:
 
 
 def _plan(job: Job, run: PreparedRun, observe: Observe) -> Plan:
-    return plan_job(job, run.config, run.workload, run.hardware, observe=observe, lighter=True)
+    return plan_job(
+        job,
+        run.config,
+        run.workload,
+        run.hardware,
+        observe=observe,
+        lighter=True,
+        threads=torch.get_num_threads(),  # this process is what trains, and has its share by now
+    )
 
 
 def _without_tried(plan: Plan, path: Path) -> Plan:

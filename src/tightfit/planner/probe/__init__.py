@@ -1,0 +1,1 @@
+"""What `tightfit probe` finds out about a machine, and where it is kept."""
