@@ -64,6 +64,32 @@ def test_a_run_from_a_file(job_file: JobFile, tmp_path: Path, capsys: Captured) 
     assert left == {"checkpoint-2", "plan.yaml", "report.json", "trainer_log.jsonl"}
 
 
+def test_every_run_is_remembered(
+    job_file: JobFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
+    assert main(["train", job_file()]) == 0
+    assert main(["train", job_file(output_dir=str(tmp_path / "again"))]) == 0
+    report = json.loads((tmp_path / "again" / "report.json").read_text())
+    lines = (tmp_path / "cache" / "history.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    entry = json.loads(lines[1])
+    assert entry["step"] == report["step_seconds"]
+    assert (entry["ranks"], entry["steps"], entry["rates"]) == (1, 1, "quick")
+    assert entry["parts"]["communication"] == {"predicted": 0.0, "measured": 0.0}
+    assert entry["parts"]["compute"]["measured"] is None
+    assert entry["policies"].startswith("micro-batch 2 x 1")
+
+
+def test_a_history_that_cannot_be_written_is_a_note(
+    job_file: JobFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "file"))
+    assert main(["train", job_file()]) == 0
+    assert "the history of runs cannot be written" in capsys.readouterr().out
+
+
 def test_the_report_lays_predicted_beside_measured(job_file: JobFile, tmp_path: Path) -> None:
     assert main(["train", job_file(val_size=2, memory_limit="64MiB")]) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())

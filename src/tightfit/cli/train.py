@@ -15,6 +15,7 @@ from tightfit.launch.agreement import Facts, facts_of
 from tightfit.launch.environment import RankPlace
 from tightfit.launch.group import from_first, meet, process_group
 from tightfit.monitor.advice import CommunicationAdvice
+from tightfit.monitor.history import append_entry, entry_of
 from tightfit.monitor.progress import RunProgress
 from tightfit.planner.plan import Plan
 from tightfit.report.run_report import RunReport
@@ -58,7 +59,30 @@ def run(job: Job, place: RankPlace | None = None) -> int:
     )
     report.write(prepared.output_dir / REPORT)
     _show_result(console, prepared, report, result)
+    _remember(console, prepared, report)
     return 0
+
+
+def _remember(console: Console, prepared: PreparedRun, report: RunReport) -> None:
+    """Add the run to the history of all runs."""
+    seconds, share = report.step_seconds(), report.communication_share()
+    if seconds is None or share is None:
+        return  # no step was left to do
+    hardware = prepared.hardware
+    cards = hardware.accelerators
+    entry = entry_of(
+        report.plan,
+        model=prepared.spec.name,
+        device=cards[0].name if cards else hardware.cpu_name,
+        steps=max(1, len(report.records) - 1),
+        step_seconds=seconds,
+        communication_seconds=share * seconds,
+    )
+    try:
+        append_entry(entry)
+    except OSError as error:
+        said = f"note: the history of runs cannot be written ({error.strerror}: {error.filename})"
+        console.print(Text(said, style="yellow"), soft_wrap=True)
 
 
 def _planned(console: Console, prepared: PreparedRun) -> Plan:
