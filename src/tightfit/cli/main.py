@@ -71,6 +71,8 @@ def _run(argv: Sequence[str]) -> int:
     complain_about(unknown)
     verb: str = arguments.verb
     quiet_libraries()  # before a verb imports them
+    if verb == "probe":
+        return _probe(arguments)
     if verb == "train":
         return _train(arguments, argv)
     if verb == "plan":
@@ -149,6 +151,22 @@ def _estimate(job: Job, arguments: argparse.Namespace) -> int:
     return run(job, as_json=arguments.json, compare=arguments.compare, picture=arguments.html)
 
 
+def _probe(arguments: argparse.Namespace) -> int:
+    with _quick_imports():
+        from tightfit.cli.probe import Wanted, run, run_history
+
+    if arguments.history:
+        return run_history(as_json=arguments.json)
+    wanted = Wanted.of(
+        ranks=arguments.num_gpus,
+        folder=arguments.offload_folder,
+        size=arguments.disk_size,
+        disk=not arguments.no_disk,
+        yes=arguments.yes,
+    )
+    return run(wanted, as_json=arguments.json)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tightfit",
@@ -169,7 +187,35 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--html", type=Path, metavar="FILE", help="write the bill as a picture to a new file"
     )
+    _add_probe(verbs)
     return parser
+
+
+def _add_probe(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    purpose = "measure this machine and keep the result for plans, or show how predictions did"
+    verb = verbs.add_parser(
+        "probe", help=purpose, description=purpose, epilog=_EXIT_CODES, allow_abbrev=False
+    )
+    verb.add_argument("--json", action="store_true", help="print JSON for programs")
+    verb.add_argument(
+        "--history",
+        action="store_true",
+        help="measure nothing; show predicted beside measured step times of all training runs",
+    )
+    verb.add_argument(
+        "--num_gpus", metavar="N", help="ranks between which the link is measured [all cards, or 2]"
+    )
+    verb.add_argument(
+        "--offload_folder", metavar="DIR", default=".", help="on the disk to measure [.]"
+    )
+    verb.add_argument(
+        "--disk-size",
+        "--disk_size",
+        metavar="SIZE",
+        help="to write and read there; asks above 2GiB [512MiB, less on a full disk]",
+    )
+    verb.add_argument("--no-disk", "--no_disk", action="store_true", help="leave the disk alone")
+    verb.add_argument("--yes", action="store_true", help="write more than 2GiB without asking")
 
 
 def _add_verb(
