@@ -25,6 +25,7 @@ _FACTORS = {
     "GIB": GIB,
     "TIB": TIB,
 }
+_MOST_BYTES = 2**80
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -39,7 +40,10 @@ def parse_bytes(text: str | int) -> int:
     match = _PATTERN.fullmatch(text.strip())
     if match is None or match[2].upper() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size; write it like 900MiB, 24GB or 1.5GiB")
-    return int(float(match[1]) * _FACTORS[match[2].upper()])
+    count = float(match[1]) * _FACTORS[match[2].upper()]
+    if count > _MOST_BYTES:
+        raise ValueError(f"{text!r} is more than there is anywhere")
+    return int(count)
 
 
 def format_bytes(count: float) -> str:

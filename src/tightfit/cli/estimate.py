@@ -14,6 +14,7 @@ from tightfit.bill.comparison import ComparisonRow
 from tightfit.bill.table import Kind
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.job import Job
+from tightfit.facts.machine import describe_machine, machine_of
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
 from tightfit.facts.workload import planned_workload
 from tightfit.planner.estimate import Estimate, compare_engines, compare_ways, estimate_job
@@ -82,6 +83,9 @@ def _show_others(
 
 def _show(spec: ModelSpec, job: Job, found: Estimate, notes: tuple[str, ...]) -> None:
     console = Console()
+    machine = machine_of(job)
+    for line in [] if machine is None else describe_machine(machine):
+        console.print(Text(line), soft_wrap=True)
     console.print(Text(_model_line(spec, found)), soft_wrap=True)
     show_estimate(console, _title(job, found), found.bill, found.limits)
     console.print(Text(_machine_line(found)), soft_wrap=True, end="")

@@ -12,6 +12,7 @@ from tightfit.cli.planning import planning_status
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
+from tightfit.facts.machine import describe_machine, machine_of
 from tightfit.facts.model_spec import load_model_spec
 from tightfit.facts.workload import planned_workload
 from tightfit.planner.machine import usable_hardware
@@ -33,7 +34,8 @@ def run(job: Job, *, as_json: bool) -> int:
     console = Console()
     for note in (*spec.assumptions, *([too_long] if too_long else [])):
         console.print(Text(f"note: {note}"), soft_wrap=True)
-    for line in describe(hardware):
+    machine = machine_of(job)
+    for line in describe(hardware) if machine is None else describe_machine(machine):
         console.print(Text(line), soft_wrap=True)
     show_plan_with_bills(console, plan)
     return 0

@@ -7,6 +7,7 @@ documentation page and the error messages are made from it. `auto` leaves a choi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,14 @@ from pydantic import (
     model_validator,
 )
 
+from tightfit.facts.machine_keys import machine_contradictions, with_cards_of_gpu
+from tightfit.facts.machine_words import (
+    parse_cards,
+    parse_interconnect,
+    parse_network,
+    parse_nvme,
+    parse_ram,
+)
 from tightfit.facts.placement_keys import contradictions
 from tightfit.facts.rank_keys import rank_contradictions
 from tightfit.units import KIB, parse_bytes
@@ -49,6 +58,27 @@ def _size(value: str) -> str:
     return value
 
 
+def _to_text(value: Any) -> Any:
+    """YAML reads `gpu: 4090` as a number."""
+    return str(value) if isinstance(value, int | float) and value is not True else value
+
+
+def _read_by(parse: Callable[[str], object]) -> AfterValidator:
+    """Accepts text that `parse` understands, and keeps it."""
+
+    def check(value: str) -> str:
+        parse(value)
+        return value
+
+    return AfterValidator(check)
+
+
+AsText = BeforeValidator(_to_text)
+CardWords = Annotated[Annotated[str, _read_by(parse_cards)] | None, AsText]
+RamWords = Annotated[Annotated[str, _read_by(parse_ram)] | None, AsText]
+NvmeWords = Annotated[Annotated[str, _read_by(parse_nvme)] | None, AsText]
+LinkWords = Annotated[Annotated[str, _read_by(parse_interconnect)] | None, AsText]
+NetworkWords = Annotated[Annotated[str, _read_by(parse_network)] | None, AsText]
 ByteSize = Annotated[str, BeforeValidator(lambda v: str(_none_to_word(v))), AfterValidator(_size)]
 Placement = Annotated[Literal["auto", "none", "cpu", "nvme"], BeforeValidator(_none_to_word)]
 Cards = Annotated[int, Field(ge=1, le=2**16)]
@@ -256,6 +286,34 @@ class Job(BaseModel):
         "are.",
     )
 
+    # A machine that one does not sit at
+    gpu: CardWords = Field(
+        None,
+        description="Plan or estimate for a machine with these cards instead of this one, like "
+        "`2xrtx-4090` or `a100-80g`; sets `num_gpus` and the limits. `tightfit presets` lists the "
+        "cards.",
+    )
+    ram: RamWords = Field(
+        None,
+        description="RAM of each described machine, like `64GiB`, or with its modules' rate, like "
+        "`64GiB@80GB/s`.",
+    )
+    nvme: NvmeWords = Field(
+        None,
+        description="Disk of each described machine and how fast it is read, like `1TB@3.5GB/s`, "
+        "or read and written, like `1TB@3.5GB/s:1.7GB/s`; without it nothing goes to nvme.",
+    )
+    interconnect: LinkWords = Field(
+        None,
+        description="Slots of the described cards, like `pcie4` or `pcie4x8`, and what joins them: "
+        "`nvlink`, or PCIe where only that is given.",
+    )
+    network: NetworkWords = Field(
+        None,
+        description="Rate between described machines, all adapters of one together: bits like "
+        "`25Gb` or `8x400Gb`, bytes like `3GB/s`.",
+    )
+
     # Launch
     nnodes: Cards = Field(1, description="Machines, each with `num_gpus` ranks.")
     node_rank: NonNegativeInt = Field(
@@ -303,6 +361,11 @@ class Job(BaseModel):
         bits = values.get("quantization_bit") or 4
         return {**values, "finetuning_type": "lora", "quantization_bit": bits}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _gpu_says_how_many_cards(cls, values: Any) -> Any:
+        return with_cards_of_gpu(values) if isinstance(values, dict) else values
+
     @model_validator(mode="after")
     def _quantised_bases_are_frozen(self) -> Job:
         if self.quantization_bit is not None and self.finetuning_type == "full":
@@ -322,6 +385,13 @@ class Job(BaseModel):
     @model_validator(mode="after")
     def _ranks_agree(self) -> Job:
         found = next(rank_contradictions(vars(self)), None)
+        if found is not None:
+            raise ValueError(found)
+        return self
+
+    @model_validator(mode="after")
+    def _machine_agrees(self) -> Job:
+        found = next(machine_contradictions(vars(self)), None)
         if found is not None:
             raise ValueError(found)
         return self

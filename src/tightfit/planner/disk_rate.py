@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,24 +18,12 @@ from tightfit.engine.disk import Disk, DiskError, DiskFile
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival
 from tightfit.errors import DoesNotFitError
+from tightfit.facts.disk import ASSUMED_DISK, DiskRate
 from tightfit.units import MIB
 
 REQUEST_BYTES = 8 * MIB
 _BUFFERS = 8
 QUICK_BYTES = _BUFFERS * REQUEST_BYTES
-
-
-@dataclass(frozen=True)
-class DiskRate:
-    """Sustained rates past the kernel's cache."""
-
-    read_bytes_per_second: float
-    write_bytes_per_second: float
-
-
-# A common PCIe 3.0 SSD of 1 TB: 3,500 MB/s read and, once its fast buffer is full, 1,700 MB/s
-# written (Samsung 970 EVO Plus, data sheet revision 2.0).
-ASSUMED_DISK = DiskRate(3.5e9, 1.7e9)
 
 
 def measure_disk(folder: Path) -> DiskRate:

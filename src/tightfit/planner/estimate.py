@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tightfit.bill.comparison import ComparisonRow, StateBill, compare_sharding
-from tightfit.bill.runtime import Capability
+from tightfit.bill.runtime import Capability, Link
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.bill.textbook import Totals, textbook_state_bytes
 from tightfit.bill.textbook_activations import (
@@ -23,10 +23,11 @@ from tightfit.dry_run import DryRun, dry_run
 from tightfit.errors import UnsupportedError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
+from tightfit.facts.machine import machine_of
 from tightfit.facts.workload import Workload
 from tightfit.planner.agreement import planned_policies
 from tightfit.planner.explain import without_effect
-from tightfit.planner.machine import card_of, limits_of, precision_of
+from tightfit.planner.machine import card_of, limits_of, link_of, precision_of
 from tightfit.planner.options import model_options
 from tightfit.planner.plan import Limits, bill_json
 from tightfit.planner.pricing import Config, fields_of, whole_bill
@@ -44,6 +45,7 @@ class Estimate:
     Attributes:
         bill: of one rank, margin included.
         card: compute capability of the card that it is for; None for a CPU.
+        link: between the cards of a machine.
         notes: what of the bill is assumed.
         sequence_length: tokens of the longest sequence.
     """
@@ -53,6 +55,7 @@ class Estimate:
     bill: MemoryTable
     limits: Limits
     card: Capability | None
+    link: Link
     notes: tuple[str, ...]
     sequence_length: int
 
@@ -128,6 +131,7 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
         UnsupportedError: the model cannot do what the job asks.
     """
     card = card_of(job, hardware)
+    link = link_of(job, card)
     options = model_options(
         job, fields_of(config), precision_of(job, card), on_card=card is not None
     )
@@ -136,15 +140,16 @@ def estimate_job(job: Job, config: Config, workload: Workload, hardware: Hardwar
     return Estimate(
         policies=policies,
         run=run,
-        bill=whole_bill(run, policies, card),
+        bill=whole_bill(run, policies, card, link),
         limits=limits_of(job, hardware, card),
         card=card,
+        link=link,
         notes=(
             *run.notes,
             *_job_notes(job, card),
             *without_effect(job, policies),
             *_base_notes(run),
-            *_card_notes(hardware, card, job.num_gpus),
+            *_card_notes(job, hardware, card),
         ),
         sequence_length=workload.sequence_length,
     )
@@ -175,7 +180,11 @@ def _base_notes(run: DryRun) -> tuple[str, ...]:
     )
 
 
-def _card_notes(hardware: Hardware, card: Capability | None, ranks: int) -> tuple[str, ...]:
+def _card_notes(job: Job, hardware: Hardware, card: Capability | None) -> tuple[str, ...]:
+    machine = machine_of(job)
+    if machine is not None:
+        return machine.notes
+    ranks = job.num_gpus
     if card is None or hardware.accelerators:
         few = len(hardware.accelerators) < ranks and card is not None
         return (
@@ -231,5 +240,5 @@ def compare_ways(
 def _whole(found: Estimate, config: Config, workload: Workload, policies: Policies) -> StateBill:
     batch = policies.global_batch_size
     run = dry_run(config, policies, replace(workload, global_batch_size=batch), card=found.card)
-    bill = whole_bill(run, policies, found.card)
+    bill = whole_bill(run, policies, found.card, found.link)
     return StateBill({tier: bill.kinds_at_peak(tier) for tier in bill.tiers()})

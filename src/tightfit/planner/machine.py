@@ -1,4 +1,7 @@
-"""The machine as torch can use it, and what a job may take of it. Knows no models."""
+"""The machine as torch can use it or as the job describes it, and what a job may take of it.
+
+Knows no models.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from pathlib import Path
 
 import torch
 
-from tightfit.bill.runtime import Capability
-from tightfit.facts.disk import check_is_disk, nearest_existing
+from tightfit.bill.runtime import Capability, Link, likely_link
+from tightfit.errors import ConfigError
+from tightfit.facts.disk import check_is_disk, nearest_existing, why_no_disk
 from tightfit.facts.hardware import Accelerator, DeviceProcess, Hardware, detect_hardware
 from tightfit.facts.job import Job
+from tightfit.facts.machine import Machine, machine_of
 from tightfit.planner.plan import Limits
 from tightfit.units import parse_bytes
 
@@ -60,11 +65,27 @@ def card_here(hardware: Hardware) -> Capability | None:
     return hardware.accelerators[0].capability or _DESCRIBED_CARD
 
 
+def card_to_plan_for(job: Job, hardware: Hardware) -> Capability | None:
+    """The described machine's card, or this machine's; None for a CPU."""
+    machine = machine_of(job)
+    if machine is None:
+        return card_here(hardware)
+    return machine.card.capability or _DESCRIBED_CARD
+
+
 def card_of(job: Job, hardware: Hardware) -> Capability | None:
-    """The card that a job is for: this machine's, or, where the job says how many cards it uses
-    and there are none here, one that nobody has described."""
+    """The card that a job is for, or, where the job says how many cards it uses and there are none
+    here, one that nobody has described."""
     described = _DESCRIBED_CARD if "num_gpus" in job.model_fields_set else None
-    return card_here(hardware) or described
+    return card_to_plan_for(job, hardware) or described
+
+
+def link_of(job: Job, card: Capability | None) -> Link:
+    """How the cards of a machine are connected: as it is described, or as most are."""
+    machine = machine_of(job)
+    if machine is None:
+        return likely_link(card)
+    return Link.NVLINK if machine.has_fabric else Link.PCIE
 
 
 def precision_of(job: Job, card: Capability | None) -> str:
@@ -81,8 +102,12 @@ def limits_of(job: Job, hardware: Hardware, card: Capability | None) -> Limits:
         card: what the job runs on; None is the CPU.
 
     On a CPU device and host share the RAM, unless the job says what the host has: then it may
-    describe another machine. So does a job with cards on a machine that has none.
+    describe another machine. So does a job with cards on a machine that has none, and one that
+    names the cards of a machine.
     """
+    machine = machine_of(job)
+    if machine is not None:
+        return _limits_of_described(job, machine)
     host = _limit(job.host_memory_limit, hardware.ram_available_bytes)
     on_cpu = card is None
     described = not on_cpu and not hardware.accelerators
@@ -93,6 +118,40 @@ def limits_of(job: Job, hardware: Hardware, card: Capability | None) -> Limits:
         ranks=job.num_gpus,
         nvme_bytes=_limit(job.nvme_limit, None if described else _free_on_disk(job, hardware)),
     )
+
+
+def _limits_of_described(job: Job, machine: Machine) -> Limits:
+    disk = machine.nvme_bytes
+    return Limits(
+        device_bytes=_limit(job.memory_limit, machine.card.usable_bytes),
+        host_bytes=_limit(job.host_memory_limit, machine.host_bytes),
+        ranks=job.num_gpus,
+        nvme_bytes=_limit(
+            job.nvme_limit, None if disk is None else round(disk * (1 - _RESERVED_SHARE))
+        ),
+    )
+
+
+def why_no_nvme(job: Job) -> str | None:
+    """Why nothing of a job can be on nvme; None where it can."""
+    machine = machine_of(job)
+    if machine is None:
+        return why_no_disk(job.disk_folder)
+    if machine.nvme_bytes is not None or job.nvme_limit != "auto":
+        return None
+    return "the machine is described without a disk; give one, like nvme: 1TB@3.5GB/s"
+
+
+def check_nvme(job: Job) -> None:
+    """See that the nvme tier may be where the job is for.
+
+    Raises:
+        ConfigError: what is written there is not on a disk, or there is none.
+    """
+    if machine_of(job) is None:
+        check_is_disk(job.disk_folder)
+    elif reason := why_no_nvme(job):
+        raise ConfigError(f"nothing can be on nvme: {reason}")
 
 
 # Left free on the disk of the nvme tier: file systems slow down when they are nearly full, and

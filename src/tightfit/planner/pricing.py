@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tightfit.bill.runtime import Capability, likely_link, runtime_bytes
+from tightfit.bill.runtime import Capability, Link, likely_link, runtime_bytes
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.workload import Workload
@@ -48,12 +48,20 @@ def fields_of(config: Config) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else config.to_dict()
 
 
-def whole_bill(run: DryRun, policies: Policies, card: Capability | None) -> MemoryTable:
-    """A dry run's table, what a card holds beside tensors, and the margin."""
-    return _whole(run.table, policies, card)
+def whole_bill(
+    run: DryRun, policies: Policies, card: Capability | None, link: Link | None = None
+) -> MemoryTable:
+    """A dry run's table, what a card holds beside tensors, and the margin.
+
+    Args:
+        link: between the cards of a machine; as in most machines with such a card when None.
+    """
+    return _whole(run.table, policies, card, link)
 
 
-def _whole(table: MemoryTable, policies: Policies, card: Capability | None) -> MemoryTable:
+def _whole(
+    table: MemoryTable, policies: Policies, card: Capability | None, link: Link | None
+) -> MemoryTable:
     sharding = policies.sharding
     sizes = (
         sharding.data_parallel // sharding.shards,
@@ -65,7 +73,7 @@ def _whole(table: MemoryTable, policies: Policies, card: Capability | None) -> M
         card,
         ranks=sharding.ranks,
         communicators=sum(size > 1 for size in sizes),
-        link=likely_link(card),
+        link=link or likely_link(card),
         all_reduces=sharding.data_parallel > sharding.shards
         or max(sharding.tensor_parallel, sharding.pipeline_parallel) > 1,
     )
@@ -80,6 +88,7 @@ class Pricing:
 
     Attributes:
         card: compute capability of the card that is planned for.
+        link: between cards of a machine; as in most machines when None.
         observe: told what is worked out, before each dry run.
         plain: the job without techniques; counts that do not depend on them are taken from it.
     """
@@ -90,6 +99,7 @@ class Pricing:
     rates: Rates
     card: Capability | None = None
     observe: Observe = nobody
+    link: Link | None = None
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
     _least: LowerBounds = field(init=False)
 
@@ -116,7 +126,7 @@ class Pricing:
     def bill(self, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
         """The dry run's table with the margin added."""
         run = self.run(policies, full_depth=full_depth)
-        return whole_bill(run, policies, self.card)
+        return whole_bill(run, policies, self.card, self.link)
 
     def least_states(self, policies: Policies) -> MemoryTable:
         """What model states alone take, whatever the batch: a lower bound."""
@@ -129,7 +139,7 @@ class Pricing:
     def least_bill(self, policies: Policies) -> MemoryTable:
         """A lower bound from closed forms and from the dry runs so far; it makes none."""
         least = self._least.table(policies, self.counts(policies))
-        return _whole(least, policies, self.card)
+        return _whole(least, policies, self.card, self.link)
 
     def step_time(self, policies: Policies) -> StepTime:
         """Predicted seconds of one optimizer step."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tightfit.planner import measure
-from tightfit.planner.disk_rate import ASSUMED_DISK, DiskRate
+from tightfit.facts.disk import ASSUMED_DISK, DiskRate
 
 _MATMUL_WIDTHS = {"cpu": 768, "cuda": 4096}  # where a device's rate is at its plateau
 

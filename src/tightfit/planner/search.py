@@ -21,18 +21,27 @@ import torch
 from tightfit.engine.precision import DTYPES
 from tightfit.engine.supported import check_engine_can
 from tightfit.errors import DoesNotFitError, UnsupportedError
-from tightfit.facts.disk import check_is_disk, nearest_existing, why_no_disk
+from tightfit.facts.disk import nearest_existing
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
+from tightfit.facts.machine import machine_of
 from tightfit.facts.workload import Workload
 from tightfit.planner import measure
 from tightfit.planner.agreement import planned_policies
+from tightfit.planner.described_rates import described_rates, rates_notes
 from tightfit.planner.disk_rate import measure_disk
 from tightfit.planner.explain import reasons_for, without_effect
 from tightfit.planner.first_fit import FirstFit
 from tightfit.planner.fitting import Fitting, possible
 from tightfit.planner.lighter import LighterSearch, adapt_notes
-from tightfit.planner.machine import card_here, limits_of, precision_of
+from tightfit.planner.machine import (
+    card_to_plan_for,
+    check_nvme,
+    limits_of,
+    link_of,
+    precision_of,
+    why_no_nvme,
+)
 from tightfit.planner.nothing_fits import MayAllow, Shortage
 from tightfit.planner.options import Options, model_options
 from tightfit.planner.placements import uses_disk
@@ -73,7 +82,7 @@ def plan_job(
         policies = planned_policies(job, search.options)
         check_engine_can(policies)
         if uses_disk(policies.placement):
-            check_is_disk(job.disk_folder)
+            check_nvme(job)
             search.measure_disk()
         plan = search.require_fit(search.plan_of(policies))
     else:
@@ -96,23 +105,27 @@ def _prepare(
             "prices it"
         )
     if job.names_disk:
-        check_is_disk(job.disk_folder)
-    card = card_here(hardware)
+        check_nvme(job)
+    card = card_to_plan_for(job, hardware)
     precision = precision_of(job, card)
     options = model_options(job, fields_of(config), precision, on_card=card is not None)
     check_engine_can(options.plain())
+    machine = machine_of(job)
+    if rates is None and machine is not None:
+        rates = described_rates(machine, precision)
     device = torch.device("cpu" if card is None else "cuda")
     if rates is None and card is not None and not torch.cuda.is_available():
         raise UnsupportedError(
-            "planning for a card that this machine does not have is not available yet; "
-            "`tightfit estimate` prices a job for one"
+            "planning measures the card, and torch cannot use one here; describe the machine that "
+            "is planned for, like gpu: rtx-4090"
         )
     known = (
         _RatesHere(rates, RatesNote(), None)
         if rates is not None
         else _rates_here(job, hardware, device, precision, threads)
     )
-    pricing = Pricing(options.plain(), config, workload, known.rates, card, observe)
+    link = link_of(job, card)
+    pricing = Pricing(options.plain(), config, workload, known.rates, card, observe, link)
     return _Search(
         job,
         pricing,
@@ -120,7 +133,7 @@ def _prepare(
         Fitting(pricing, limits_of(job, hardware, card)),
         disk_folder=known.disk_folder,
         rates_note=known.note,
-        no_disk=why_no_disk(job.disk_folder),
+        no_disk=why_no_nvme(job),
         quantises=find_spec("bitsandbytes") is not None,
     )
 
@@ -269,10 +282,17 @@ class _Search:
             frozen_parameters=run.frozen,
             reasons=tuple(reasons_for(policies, self.pricing, limits)) if explain else (),
             alternatives=tuple(self.fitting.turned_down),
-            notes=tuple(without_effect(self.job, policies)),
+            notes=(*self._machine_notes(policies), *without_effect(self.job, policies)),
             offload_folder=self.job.disk_folder if uses_disk(policies.placement) else None,
             rates=self.rates_note,
         )
+
+    def _machine_notes(self, policies: Policies) -> list[str]:
+        """What is assumed of a machine that is described."""
+        machine = machine_of(self.job)
+        if machine is None:
+            return []
+        return [*rates_notes(machine, policies.precision.parameters), *machine.notes]
 
     def for_a_run(self, plan: Plan) -> Plan:
         """`plan` with what sends less between ranks and fits too, and what the job's wish to adapt
