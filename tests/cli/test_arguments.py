@@ -70,7 +70,13 @@ BESIDE = {
     "node_rank": ("--nnodes", "99"),
     "pipeline_parallel_size": ("--num_gpus", "3"),
     "data_parallel_replicas": ("--num_gpus", "3"),
+    "ram": ("--gpu", "4090"),
+    "nvme": ("--gpu", "4090"),
+    "interconnect": ("--gpu", "4090"),
+    "network": ("--gpu", "4090", "--nnodes", "2"),
 }
+# Text that not just any text will do for.
+WORDS = {"gpu": "2x4090", "interconnect": "pcie4", "network": "25gb"}
 
 
 def test_every_key_is_a_flag_with_underscores_or_dashes() -> None:
@@ -78,7 +84,7 @@ def test_every_key_is_a_flag_with_underscores_or_dashes() -> None:
     for key, schema in Job.model_json_schema()["properties"].items():
         options = schema.get("anyOf", [schema])
         choices = options[0].get("enum") or [options[0].get("const")]
-        value = str(choices[0] or samples.get(options[0]["type"], "24gb"))
+        value = str(choices[0] or samples.get(options[0]["type"], WORDS.get(key, "24gb")))
         for flag in (f"--{key}", f"--{key.replace('_', '-')}"):
             words = (flag, value), (f"{flag}={value}",)
             first, second = (from_flags(*pair, *BESIDE.get(key, ())) for pair in words)
@@ -206,6 +212,9 @@ def test_tables_of_names_agree() -> None:
         ({"optim": "prodigy"}, "it must be adamw | adamw_8bit | lion"),
         ({"zero_stage": 4}, "4 is not accepted; it must be auto | 0 | 1 | 2 | 3"),
         ({"quantization_bit": 3}, "3 is not accepted; it must be 4 | 8 or none"),
+        ({"gpu": "2xh10"}, "gpu: 'h10' is no card that tightfit knows; the nearest are h100,"),
+        ({"gpu": "2x4090", "num_gpus": 4}, "num_gpus 4, but gpu 2x4090 is 2 cards"),
+        ({"gpu": "4090", "nodes": 2, "network": "25GB"}, "network: '25GB' is no rate of a network"),
         ({"num_gpus": 0}, "0 is not accepted; it must be a whole number from 1 to"),
         ({"num_gpus": 6, "tensor_parallel_size": 4}, "num_gpus 6 is not a multiple of"),
         ({"num_gpus": 4, "data_parallel_replicas": 3}, "3 does not divide the 4 data-parallel"),

@@ -158,3 +158,14 @@ def test_a_sequence_longer_than_the_positions_is_an_assumption(
     assert config["max_position_embeddings"] < 100000
     assert main([*argv, "--loss", "chunked"]) == 0
     assert any("positions" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_a_described_machine_is_shown_before_its_bill(
+    tiny_model_folder: Path, capsys: Captured
+) -> None:
+    argv = ["estimate", str(tiny_model_folder), "--cutoff_len", "32", "--gpu", "2xrtx-4090"]
+    assert main([*argv, "--nodes", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "Described: 2 x GeForce RTX 4090, 2 machines, 23.51 GiB usable each" in out
+    assert "device limit 23.51 GiB: fits" in out
+    assert "note: network is not given: 10Gb between machines is assumed" in out

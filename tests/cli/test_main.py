@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -182,3 +183,29 @@ def test_help_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--learning_rate X Highest learning rate. [5e-05]" in text
     assert all(f"--{key}" in text for key in Job.model_fields)
     assert "--evaluation_strategy" not in text
+
+
+def test_presets_are_listed_without_heavy_imports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    out = capsys.readouterr().out
+    assert "rtx-4090" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    program = (
+        "import sys; from tightfit.cli.main import main; assert main(['presets', '--json']) == 0;"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    cards = json.loads(found.stdout)
+    assert cards["h100"]["flops_per_second"]["bf16"] == 989.4e12
+    assert cards["rtx-4090"]["fabric"] is None
+
+
+def test_nobody_trains_on_a_described_machine(
+    verbs: Verbs, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config, "--gpu", "2xrtx-4090", "--ram", "64GiB"]) == 2
+    assert "gpu, ram: a described machine can be planned for" in capsys.readouterr().err
+    assert main(["plan", config, "--gpu", "2xrtx-4090", "--nodes", "2", "--network", "25Gb"]) == 0
+    (_, job, _) = verbs.calls[0]
+    assert (job.num_gpus, job.nnodes, job.network) == (2, 2, "25Gb")

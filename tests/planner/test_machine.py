@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.planner.conftest import make_job
 
+from tightfit.bill.runtime import Link
 from tightfit.bill.table import Kind, MemoryTable, Phase
+from tightfit.errors import ConfigError
 from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.planner import machine
 from tightfit.planner.plan import Limits
@@ -71,3 +74,67 @@ def test_what_ranks_of_a_machine_share(limits: Limits, missing: int) -> None:
     kinds = {Tier.DEVICE: {Kind.PARAMETERS: 60}, Tier.HOST: {Kind.BUFFERS: 10}}
     bill = MemoryTable({Phase.FORWARD: kinds})
     assert limits.missing_bytes(bill) == missing
+
+
+FULL = {"gpu": "2x4090", "ram": "64GiB", "nvme": "1TB", "train_batch_size": "auto"}
+
+
+def test_limits_are_the_described_machines(hardware: Hardware) -> None:
+    job = make_job(**FULL)
+    card = machine.card_to_plan_for(job, hardware)
+    assert card == (8, 9)
+    limits = machine.limits_of(job, hardware, card)
+    assert limits.device_bytes == round(23.51 * GIB)
+    assert limits.host_bytes == 61 * GIB
+    assert limits.nvme_bytes == 95 * 10**10, "disks are not filled"
+    assert (limits.ranks, limits.shared_bytes) == (2, None)
+
+
+def test_keys_take_something_off_the_described_machine(hardware: Hardware) -> None:
+    job = make_job(**FULL, memory_limit="10GiB", host_memory_limit="32GiB", nvme_limit="none")
+    limits = machine.limits_of(job, hardware, (8, 9))
+    assert (limits.device_bytes, limits.host_bytes) == (10 * GIB, 32 * GIB)
+    assert limits.nvme_bytes is None
+    nothing_said = machine.limits_of(make_job(gpu="4090"), hardware, (8, 9))
+    assert (nothing_said.host_bytes, nothing_said.nvme_bytes) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "precision"),
+    [
+        ("v100-16g", (7, 0), "fp32"),
+        ("t4", (7, 5), "fp32"),
+        ("a100-40g", (8, 0), "bf16"),
+        ("5090", (12, 0), "bf16"),
+        ("mi300x", (8, 0), "bf16"),  # with the kernels of an Ampere
+    ],
+)
+def test_auto_precision_is_what_the_described_card_computes_in(
+    hardware: Hardware, gpu: str, capability: tuple[int, int], precision: str
+) -> None:
+    here = replace(hardware, accelerators=(replace(CARD, capability=(9, 0)),))
+    job = make_job(gpu=gpu)
+    assert machine.card_of(job, here) == machine.card_to_plan_for(job, here) == capability
+    assert machine.precision_of(job, capability) == precision
+
+
+def test_links_decide_what_the_runtime_holds(hardware: Hardware) -> None:
+    def link(**keys: str) -> Link:
+        job = make_job(**keys, train_batch_size="auto")
+        return machine.link_of(job, machine.card_of(job, hardware))
+
+    assert link(gpu="2x4090") is Link.PCIE
+    assert link(gpu="8xa100-80g") is Link.NVLINK
+    assert link(gpu="8xa100-80g", interconnect="pcie4") is Link.PCIE
+    assert link(num_gpus="2") is Link.NVLINK, "nobody has described it"
+
+
+def test_nothing_goes_to_a_disk_that_is_not_there(tmp_path: Path) -> None:
+    machine.check_nvme(make_job(**FULL))
+    machine.check_nvme(make_job(gpu="4090", nvme_limit="1TB"))
+    none = make_job(gpu="4090")
+    assert machine.why_no_nvme(none) == (
+        "the machine is described without a disk; give one, like nvme: 1TB@3.5GB/s"
+    )
+    with pytest.raises(ConfigError, match="nothing can be on nvme: the machine is described"):
+        machine.check_nvme(none)

@@ -25,6 +25,7 @@ from tightfit.cli.arguments import (
 from tightfit.cli.quiet import quiet_libraries
 from tightfit.errors import TightfitError
 from tightfit.facts.job import Job
+from tightfit.facts.machine_keys import check_is_for_here
 from tightfit.launch.environment import RankPlace, place_here
 from tightfit.launch.failures import Reporting
 from tightfit.launch.lifeline import hold_lifeline
@@ -70,6 +71,8 @@ def _run(argv: Sequence[str]) -> int:
     arguments, unknown = _parser().parse_known_args(prepare_arguments(argv))
     complain_about(unknown)
     verb: str = arguments.verb
+    if verb == "presets":
+        return _presets(arguments.json)
     quiet_libraries()  # before a verb imports them
     if verb == "probe":
         return _probe(arguments)
@@ -89,6 +92,13 @@ def _job(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = Non
     return load_job(None, {"model_name_or_path": given} | overrides, defaults)
 
 
+def _job_to_train(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> Job:
+    """A job for the machine at hand."""
+    job = _job(arguments, defaults)
+    check_is_for_here(vars(job))
+    return job
+
+
 @contextmanager
 def _quick_imports() -> Iterator[None]:
     """No garbage collection inside: imports make no garbage and take a fifth less time.
@@ -103,6 +113,12 @@ def _quick_imports() -> Iterator[None]:
         gc.enable()
 
 
+def _presets(as_json: bool) -> int:
+    from tightfit.cli.presets import run
+
+    return run(as_json=as_json)
+
+
 def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Train: as one process, as one of the ranks that a launcher has started, or as launcher."""
     # Segments that grow waste least; bills for cards count on it. Read when CUDA starts.
@@ -111,8 +127,8 @@ def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if place is not None:
         hold_lifeline(os.environ)
         with Reporting.of(place.rank, os.environ):
-            return _train_as_rank(_job(arguments, place.counts()), place)
-    job = _job(arguments)
+            return _train_as_rank(_job_to_train(arguments, place.counts()), place)
+    job = _job_to_train(arguments)
     if job.ranks > 1:
         return _supervise(job, argv)
     with _quick_imports():
@@ -188,6 +204,14 @@ def _parser() -> argparse.ArgumentParser:
         "--html", type=Path, metavar="FILE", help="write the bill as a picture to a new file"
     )
     _add_probe(verbs)
+    cards = verbs.add_parser(
+        "presets",
+        help="list the cards that can be planned for without one (--gpu)",
+        description="list the cards that can be planned for without one (--gpu)",
+        epilog=_EXIT_CODES,
+        allow_abbrev=False,
+    )
+    cards.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser
 
 

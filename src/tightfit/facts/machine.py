@@ -155,8 +155,6 @@ def _notes(job: Job, card: Card, wanted: Interconnect, nvme: Nvme | None) -> Ite
             f"{card.name}: kernels and runtime are those of an NVIDIA card (Ampere); nothing was "
             "measured on others"
         )
-    if card.unchecked:
-        yield f"{card.name}: compared with no document: {', '.join(card.unchecked)}"
     if wanted.pcie is not None and wanted.pcie.narrower(card.pcie) != wanted.pcie:
         yield f"{card.name} is {card.pcie}: {wanted.pcie} runs at {wanted.pcie.narrower(card.pcie)}"
     if job.ram is None and job.host_memory_limit == "auto":

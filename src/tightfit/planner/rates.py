@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tightfit.planner import measure
 from tightfit.facts.disk import ASSUMED_DISK, DiskRate
+from tightfit.planner import measure
 
 _MATMUL_WIDTHS = {"cpu": 768, "cuda": 4096}  # where a device's rate is at its plateau
 
