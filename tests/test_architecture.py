@@ -35,7 +35,7 @@ ORDER = (
     "tightfit",
     "cli",
 )
-FREE_OF_TORCH = ("facts", "policies", "bill", "units", "errors")
+FREE_OF_TORCH = ("facts", "policies", "bill", "units", "errors", "interop")
 
 
 def name_of(path: Path) -> str:

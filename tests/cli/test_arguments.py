@@ -18,10 +18,10 @@ from tightfit.cli.arguments import (
     prepare_arguments,
 )
 from tightfit.cli.document_config import document
-from tightfit.cli.other_names import NOT_YET, OTHER_NAMES, RENAMED, SWITCHES
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
 from tightfit.facts.job_values import accepted_by
+from tightfit.interop.other_names import NOT_YET, OTHER_NAMES, RENAMED, SWITCHES
 
 
 def from_yaml(tmp_path: Path, text: str, **flags: Any) -> Job:

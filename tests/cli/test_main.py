@@ -70,7 +70,12 @@ def test_plan_and_estimate(verbs: Verbs, config: str, as_json: bool) -> None:
     assert main(["estimate", "Qwen/Qwen3-8B", "--cutoff_len", "512", *flags]) == 0
     assert [verb for verb, _, _ in verbs.calls] == ["plan", "plan", "estimate"]
     assert all(options["as_json"] is as_json for _, _, options in verbs.calls)
-    assert verbs.calls[2][2] == {"as_json": as_json, "compare": False, "picture": None}
+    assert verbs.calls[2][2] == {
+        "as_json": as_json,
+        "compare": False,
+        "picture": None,
+        "reading": None,
+    }
     assert verbs.calls[2][1].model_name_or_path == "Qwen/Qwen3-8B"
 
 

@@ -158,6 +158,7 @@ class OtherRun:
         capability: of the card, which decides the kernels of attention.
         keep_layers: FSDP gathers each layer once per step (`reshard_after_forward` false).
         optimizer_in_backward: each parameter is updated and its gradient freed at once.
+        optimizer_on_disk, parameters_on_disk: what is offloaded is not on the host.
     """
 
     engine: OtherEngine = OtherEngine.SINGLE
@@ -191,6 +192,8 @@ class OtherRun:
     offload_parameters: bool = False
     offload_optimizer: bool = False
     offload_gradients: bool = False
+    optimizer_on_disk: bool = False
+    parameters_on_disk: bool = False
     deepspeed: DeepSpeedBuckets = field(default_factory=DeepSpeedBuckets)
     metric: Metric = Metric.ALLOCATED
     lengths: tuple[float, ...] = (1.0, 1.0)

@@ -225,3 +225,28 @@ def _step(run: OtherRun, counts: Counts) -> float:
     if run.engine in _DEEPSPEED:
         return own * (run.widths.gradient + run.widths.master + run.widths.step)
     return own * run.widths.step
+
+
+def host_bytes(run: OtherRun, counts: Counts) -> float:
+    """What a rank of DeepSpeed or FSDP keeps on its host, without buffers.
+
+    DeepSpeed: 16 bytes for each parameter whose updates are there (fp32 master, two moments, fp32
+    gradient) and the parameters themselves where they are too, which makes the 18 of its own
+    `estimate_zero3_model_states_mem_needs` before the half that it adds for buffers. FSDP offloads
+    all of it, and updates the parameters themselves. What is on the disk is `disk_bytes`.
+    """
+    widths, own = run.widths, counts.trainable / run.shards
+    parameters = parameter_bytes(run, counts) / run.shards if run.offload_parameters else 0
+    if run.engine in _FSDP:
+        states = own * (widths.gradient + widths.master + widths.states)
+        return parameters + (states if run.offload_parameters else 0)
+    states = own * (FP32_BYTES + FP32_BYTES + widths.states) if run.offload_optimizer else 0
+    return parameters + states - disk_bytes(run, counts)
+
+
+def disk_bytes(run: OtherRun, counts: Counts) -> float:
+    """What a rank of DeepSpeed keeps on its disk: masters and moments, parameters, or both."""
+    own = counts.trainable / run.shards
+    states = own * (FP32_BYTES + run.widths.states) if run.optimizer_on_disk else 0
+    parameters = parameter_bytes(run, counts) / run.shards if run.parameters_on_disk else 0
+    return states + parameters

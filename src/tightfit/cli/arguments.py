@@ -14,13 +14,29 @@ from typing import Any
 
 import yaml
 
-from tightfit.cli.other_names import OTHER_NAMES, SWITCHES, translate
 from tightfit.errors import ConfigError
 from tightfit.facts.catalogue import catalogue_names
 from tightfit.facts.job import Job
 from tightfit.facts.job_values import accepted_by, is_switch, job_of, schema_of_keys, types_of
+from tightfit.interop.documents import UniqueKeyLoader, place_in_yaml
+from tightfit.interop.other_names import (
+    CONFIG_FILES,
+    OTHER_NAMES,
+    SWITCHES,
+    is_off,
+    translate,
+)
+from tightfit.interop.reading import Reading
+from tightfit.interop.settings import check_agree, implied_beside, read_config_file
 
 _SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0", "auto", "none", "null")
+_CONFIG_HELP = {
+    "config": "A config of another tool that the keys are taken from: DeepSpeed, accelerate, "
+    "LLaMA-Factory, transformers, FSDP or torchtitan. Flags win; what the file at JOB says "
+    "otherwise is an error.",
+    "deepspeed": "The same, for a ds_config.json.",
+}
+
 # Flags
 
 
@@ -37,7 +53,8 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
             f"--{key}", default=argparse.SUPPRESS, help=help_text, metavar=_metavar(key)
         )
     for key in OTHER_NAMES:
-        group.add_argument(f"--{key}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        help_text = _CONFIG_HELP.get(key, argparse.SUPPRESS)
+        group.add_argument(f"--{key}", default=argparse.SUPPRESS, help=help_text, metavar="FILE")
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
@@ -93,30 +110,65 @@ def load_job(
     overrides: Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
 ) -> Job:
-    """The job of a YAML file (if given) with the flags put over it.
+    """The job alone of `load`."""
+    return load(config_path, overrides, defaults)[0]
+
+
+def load(
+    config_path: Path | None,
+    overrides: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    beside_config: Mapping[str, Any] | None = None,
+) -> tuple[Job, Reading | None]:
+    """The job of a YAML file (if given) with the flags put over it, and the config of another tool
+    that either names.
 
     Relative paths in the file are relative to the working directory, as for Hugging Face's tools.
 
     Args:
         defaults: of keys that neither says, where a launcher knows better than the job's own.
+        beside_config: defaults where there is a config of another tool.
 
     Raises:
         ConfigError: what is wrong, with the key, its value and what would be accepted.
     """
-    settings: dict[str, Any] = {}
-    labels: dict[str, str] = {}
-    if config_path is not None:
-        from_file = translate(read_yaml(config_path), f"{config_path}: ")
-        settings |= from_file
-        labels |= {key: f"{config_path}: {key}" for key in from_file}
+    written = {} if config_path is None else read_yaml(config_path)
+    from_file = translate(written, f"{config_path}: ")
     from_flags = translate(overrides, "--")
-    settings |= from_flags
+    labels = {key: f"{config_path}: {key}" for key in from_file}
     labels |= {key: f"--{key}" for key in from_flags}
+    settings = {**from_file, **from_flags}
+    reading = _config_in({**(defaults or {}), **written, **overrides}, written, overrides)
+    if reading is not None:
+        beside_flags = {key: from_file[key] for key in from_file if key not in from_flags}
+        check_agree(reading, beside_flags, labels)
+        implied = implied_beside(reading, settings)
+        settings = {**(beside_config or {}), **implied, **reading.keys, **settings}
+        labels = {**{key: f"{reading.name}: {key}" for key in settings}, **reading.places, **labels}
     for key in settings:
         if key not in Job.model_fields:
             raise ConfigError(f"{labels[key]} is not a known key.{_nearest(key)}")
     values = {key: _plain(key, value) for key, value in settings.items()}
-    return job_of({**(defaults or {}), **values}, labels)
+    return job_of({**(defaults or {}), **values}, labels), reading
+
+
+def _config_in(
+    settings: Mapping[str, Any], written: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> Reading | None:
+    """What the config of another tool says that flags or a file name; flags win.
+
+    Raises:
+        ConfigError: two are named, or it cannot be read.
+    """
+    for source, prefix in ((overrides, "--"), (written, "")):
+        named = [key for key in CONFIG_FILES if not is_off(source.get(key))]
+        if len(named) > 1:
+            raise ConfigError(f"{prefix}{' and '.join(named)} both name a config; keep one")
+        if named:
+            (key,) = named
+            form = "deepspeed" if key == "deepspeed" else None
+            return read_config_file(source[key], prefix + key, settings, form)
+    return None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -126,7 +178,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: there is no such file, it is not YAML, not a mapping, or repeats a key.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        content = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no file {path}; name a YAML file with the job's keys"
@@ -134,7 +186,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_place(error)}") from error
+        raise ConfigError(f"{path}{place_in_yaml(error)}") from error
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ConfigError(f"{path} {found}; it must hold lines like `learning_rate: 5e-5`")
@@ -208,25 +260,3 @@ def _plain(key: str, value: Any) -> Any:
             return []
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     return value
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Plain YAML in which a repeated key is an error, not a silent choice of the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen and key != "<<":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice; keep one", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _place(error: yaml.YAMLError) -> str:
-    """Where and why YAML could not be read, in one line."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return f": {problem}" if mark is None else f", line {mark.line + 1}: {problem}"

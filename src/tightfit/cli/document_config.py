@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tightfit.cli.arguments import default_of
-from tightfit.cli.other_names import NOT_YET, RENAMED
 from tightfit.facts.job import Job
 from tightfit.facts.job_values import accepted_by
+from tightfit.interop.other_names import NOT_YET, RENAMED
 
 _INTRODUCTION = """\
 # Keys of a job
@@ -44,6 +44,10 @@ These are known and not available yet. They are accepted when they ask for nothi
 | name | accepted |
 |---|---|"""
 
+_CONFIGS = """
+`config` and `deepspeed` name a config of another tool, whose keys are taken as those of the job:
+[interop.md](interop.md)."""
+
 
 def document() -> str:
     """The whole page."""
@@ -58,6 +62,7 @@ def document() -> str:
         f"| `{name}` | {', '.join(f'`{value}`' for value in accepted)} |"
         for name, (accepted, _) in NOT_YET.items()
     ]
+    lines.append(_CONFIGS)
     return "\n".join(lines) + "\n"
 
 

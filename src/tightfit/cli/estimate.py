@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from tightfit.bill.comparison import ComparisonRow
+from tightfit.bill.other_engines import DeepSpeedBuckets
 from tightfit.bill.table import Kind
+from tightfit.cli.notes import reading_json, show_both, show_reading
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.job import Job
 from tightfit.facts.machine import describe_machine, machine_of
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
-from tightfit.facts.workload import planned_workload
-from tightfit.planner.estimate import Estimate, compare_engines, compare_ways, estimate_job
+from tightfit.facts.workload import Workload, planned_workload
+from tightfit.interop.reading import Reading, Tool
+from tightfit.planner.estimate import (
+    Estimate,
+    compare_engines,
+    compare_ways,
+    estimate_job,
+    price_tool,
+)
 from tightfit.planner.machine import usable_hardware
 from tightfit.planner.words import describe_policies, techniques
 from tightfit.report.comparison import (
@@ -33,12 +42,20 @@ if TYPE_CHECKING:
     from tightfit.planner.elsewhere import Elsewhere
 
 
-def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None = None) -> int:
+def run(
+    job: Job,
+    *,
+    as_json: bool,
+    compare: bool = False,
+    picture: Path | None = None,
+    reading: Reading | None = None,
+) -> int:
     """Estimate a job; returns the exit code, 0 also where it does not fit.
 
     Args:
         compare: show the ways to share the model states out as well.
         picture: a new file to draw the bill into.
+        reading: of another tool's config that the job was taken from; billed for that tool too.
     """
     if picture is not None:
         from tightfit.report.picture import check_picture_path  # only this needs templates
@@ -51,6 +68,7 @@ def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None 
     rows, refused = compare_ways(found, spec.config, workload) if compare else ([], [])
     notes = (*spec.assumptions, *([too_long] if too_long else []), *found.notes, *refused)
     engines = compare_engines(found, spec.config, workload) if compare else []
+    tool = None if reading is None else _price_tool(found, spec, workload, reading.tool)
     if as_json:
         content = {**found.to_json(), "notes": list(notes)}
         if compare:
@@ -58,13 +76,29 @@ def run(job: Job, *, as_json: bool, compare: bool = False, picture: Path | None 
             limits = replace(found.limits, ranks=ranks)
             content["compare"] = strategies_json(rows, limits)
             content["elsewhere"] = engines_json(engines)
+        if reading is not None and tool is not None:
+            content["config"] = reading_json(reading, tool, found.bill)
         print(json.dumps(content, indent=2))
     else:
+        if reading is not None:
+            show_reading(Console(), reading)
         _show(spec, job, found, notes)
+        if reading is not None and tool is not None:
+            show_both(Console(), reading, tool, found.bill)
         _show_others(spec, found, rows, engines)
     if picture is not None:
         _draw(picture, spec, job, found, notes)
     return 0
+
+
+def _price_tool(found: Estimate, spec: ModelSpec, workload: Workload, tool: Tool) -> Elsewhere:
+    """The bill of the tool that the config was for, with the buffers that the config gives it."""
+    details: dict[str, Any] = {}
+    if tool.engine == "deepspeed":
+        details["deepspeed"] = DeepSpeedBuckets(**tool.buffers)
+    if tool.keep_layers:
+        details["keep_layers"] = True
+    return price_tool(found, spec.config, workload, tool.engine, **details)
 
 
 def _show_others(

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.cli.arguments import (
     add_job_flags,
     complain_about,
-    load_job,
+    load,
     overrides_of,
     prepare_arguments,
 )
@@ -26,9 +26,16 @@ from tightfit.cli.quiet import quiet_libraries
 from tightfit.errors import TightfitError
 from tightfit.facts.job import Job
 from tightfit.facts.machine_keys import check_is_for_here
-from tightfit.launch.environment import RankPlace, place_here
+from tightfit.interop.formats import EXPORTS, FORMATS
+from tightfit.interop.reading import Reading
+from tightfit.launch.environment import LIFELINE, RankPlace, place_here
 from tightfit.launch.failures import Reporting
 from tightfit.launch.lifeline import hold_lifeline
+
+if TYPE_CHECKING:
+    from tightfit.cli.convert import Export
+
+    _Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _EXIT_CODES = """\
 exit codes: 0 done; 1 failed; 2 bad arguments, config or data; 3 nothing fits; 130 interrupted"""
@@ -76,27 +83,37 @@ def _run(argv: Sequence[str]) -> int:
     quiet_libraries()  # before a verb imports them
     if verb == "probe":
         return _probe(arguments)
+    if verb == "convert":
+        return _convert(arguments)
     if verb == "train":
         return _train(arguments, argv)
     if verb == "plan":
-        return _plan(_job(arguments), arguments.json)
-    return _estimate(_job(arguments), arguments)
+        return _plan(*_job(arguments), arguments)
+    # A config of another tool is for cards, wherever it is billed.
+    return _estimate(*_job(arguments, beside_config={"num_gpus": 1}), arguments)
 
 
-def _job(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> Job:
-    """The job of the command line: a YAML file or a model, and the keys given as flags."""
+def _job(
+    arguments: argparse.Namespace,
+    defaults: Mapping[str, Any] | None = None,
+    beside_config: Mapping[str, Any] | None = None,
+) -> tuple[Job, Reading | None]:
+    """The job of the command line: a YAML file or a model, and the keys given as flags; and the
+    config of another tool that either names."""
     overrides = overrides_of(arguments)
     given: str | None = arguments.JOB
     if given is None or Path(given).suffix in (".yaml", ".yml"):
-        return load_job(None if given is None else Path(given), overrides, defaults)
-    return load_job(None, {"model_name_or_path": given} | overrides, defaults)
+        return load(None if given is None else Path(given), overrides, defaults, beside_config)
+    return load(None, {"model_name_or_path": given} | overrides, defaults, beside_config)
 
 
-def _job_to_train(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> Job:
+def _job_to_train(
+    arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+) -> tuple[Job, Reading | None]:
     """A job for the machine at hand."""
-    job = _job(arguments, defaults)
+    job, reading = _job(arguments, defaults)
     check_is_for_here(vars(job))
-    return job
+    return job, reading
 
 
 @contextmanager
@@ -127,14 +144,28 @@ def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if place is not None:
         hold_lifeline(os.environ)
         with Reporting.of(place.rank, os.environ):
-            return _train_as_rank(_job_to_train(arguments, place.counts()), place)
-    job = _job_to_train(arguments)
+            job, reading = _job_to_train(arguments, place.counts())
+            _show_reading(reading if place.rank == 0 and LIFELINE not in os.environ else None)
+            return _train_as_rank(job, place)
+    job, reading = _job_to_train(arguments)
+    _show_reading(reading)
     if job.ranks > 1:
         return _supervise(job, argv)
     with _quick_imports():
         from tightfit.cli.train import run
 
     return run(job)
+
+
+def _show_reading(reading: Reading | None) -> None:
+    """Say what became of another tool's config, before anything takes long."""
+    if reading is None:
+        return
+    from rich.console import Console
+
+    from tightfit.cli.notes import show_reading
+
+    show_reading(Console(), reading)
 
 
 def _train_as_rank(job: Job, place: RankPlace) -> int:
@@ -153,18 +184,51 @@ def _supervise(job: Job, argv: Sequence[str]) -> int:
     return run_as_supervisor(job, argv)
 
 
-def _plan(job: Job, as_json: bool) -> int:
+def _plan(job: Job, reading: Reading | None, arguments: argparse.Namespace) -> int:
     with _quick_imports():
         from tightfit.cli.plan import run
 
-    return run(job, as_json=as_json)
+    export = _export(arguments)
+    return run(job, as_json=arguments.json, reading=reading, export=export)
 
 
-def _estimate(job: Job, arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> Export | None:
+    """Where the plan is written for another tool.
+
+    Raises:
+        ConfigError: there is no such format, or a file is there already.
+    """
+    if arguments.export is None:
+        return None
+    from tightfit.cli.convert import Export
+
+    return Export.of(arguments.export, arguments.export_to, force=arguments.force)
+
+
+def _estimate(job: Job, reading: Reading | None, arguments: argparse.Namespace) -> int:
     with _quick_imports():
         from tightfit.cli.estimate import run
 
-    return run(job, as_json=arguments.json, compare=arguments.compare, picture=arguments.html)
+    return run(
+        job,
+        as_json=arguments.json,
+        compare=arguments.compare,
+        picture=arguments.html,
+        reading=reading,
+    )
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from tightfit.cli.convert import run
+
+    return run(
+        arguments.FROM,
+        arguments.TO,
+        overrides_of(arguments),
+        from_format=arguments.from_format,
+        to_format=arguments.to_format,
+        force=arguments.force,
+    )
 
 
 def _probe(arguments: argparse.Namespace) -> int:
@@ -193,7 +257,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tightfit {version('tightfit')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_verb(verbs, "train", "plan, train, and compare prediction with measurement")
-    _add_verb(verbs, "plan", "show the memory bill and the fastest plan that fits")
+    plan = _add_verb(verbs, "plan", "show the memory bill and the fastest plan that fits")
+    plan.add_argument(
+        "--export", choices=EXPORTS, metavar="|".join(EXPORTS), help="write the plan for that tool"
+    )
+    plan.add_argument(
+        "--export_to", "--export-to", metavar="FILE", help="where; - is standard output"
+    )
+    _add_force(plan)
     estimate = _add_verb(verbs, "estimate", "show the memory bill of a job exactly as it is typed")
     estimate.add_argument(
         "--compare",
@@ -212,6 +283,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cards.add_argument("--json", action="store_true", help="print JSON for programs")
+    _add_convert(verbs)
     return parser
 
 
@@ -242,8 +314,36 @@ def _add_probe(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     verb.add_argument("--yes", action="store_true", help="write more than 2GiB without asking")
 
 
+def _add_convert(verbs: _Verbs) -> None:
+    purpose = "write the config of one tool as that of another"
+    verb = verbs.add_parser(
+        "convert",
+        help=purpose,
+        usage="tightfit convert FROM TO [--from FORMAT] [--to FORMAT] [--key value ...]",
+        description=f"{purpose}; formats: {', '.join(FORMATS)}",
+        epilog=_EXIT_CODES,
+        allow_abbrev=False,
+    )
+    verb.add_argument("FROM", help="file that is read")
+    verb.add_argument("TO", help="file that is written; - is standard output")
+    for name, what in (("from", "FROM"), ("to", "TO")):
+        verb.add_argument(
+            f"--{name}",
+            dest=f"{name}_format",
+            choices=tuple(FORMATS),
+            metavar="FORMAT",
+            help=f"format of {what}, where keys or name do not say it",
+        )
+    _add_force(verb)
+    add_job_flags(verb)
+
+
+def _add_force(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--force", action="store_true", help="write over a file that is there")
+
+
 def _add_verb(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    verbs: _Verbs,
     name: str,
     purpose: str,
 ) -> argparse.ArgumentParser:

@@ -3,42 +3,69 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from tightfit.cli.convert import STANDARD_OUTPUT, Export
+from tightfit.cli.notes import show_reading
 from tightfit.cli.planning import planning_status
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.hardware import describe
 from tightfit.facts.job import Job
 from tightfit.facts.machine import describe_machine, machine_of
-from tightfit.facts.model_spec import load_model_spec
+from tightfit.facts.model_spec import ModelSpec, load_model_spec
 from tightfit.facts.workload import planned_workload
+from tightfit.interop.reading import Reading
 from tightfit.planner.machine import usable_hardware
 from tightfit.planner.plan import Plan
 from tightfit.planner.search import plan_job
 from tightfit.report.tables import show_bill, show_plan
 
 
-def run(job: Job, *, as_json: bool) -> int:
-    """Plan a job; returns the exit code."""
+def run(
+    job: Job, *, as_json: bool, reading: Reading | None = None, export: Export | None = None
+) -> int:
+    """Plan a job; returns the exit code.
+
+    Args:
+        reading: of another tool's config that the job was taken from.
+        export: where the plan goes for another tool.
+    """
     hardware = usable_hardware(Path(job.output_dir or "."))
     spec = load_model_spec(job.model_name_or_path)
     too_long = check_length(spec, job.cutoff_len)
     with planning_status() as observe:
         plan = plan_job(job, spec.config, planned_workload(job), hardware, observe=observe)
+    described = machine_of(job)
+    machine = describe(hardware) if described is None else describe_machine(described)
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
-        return 0
-    console = Console()
+    else:
+        aside = export is not None and export.target == STANDARD_OUTPUT
+        _show(Console(stderr=aside), spec, machine, plan, too_long, reading)
+    if export is not None:
+        export.write(job, plan.policies)
+    return 0
+
+
+def _show(
+    console: Console,
+    spec: ModelSpec,
+    machine: Sequence[str],
+    plan: Plan,
+    too_long: str | None,
+    reading: Reading | None,
+) -> None:
+    if reading is not None:
+        show_reading(console, reading)
     for note in (*spec.assumptions, *([too_long] if too_long else [])):
         console.print(Text(f"note: {note}"), soft_wrap=True)
-    machine = machine_of(job)
-    for line in describe(hardware) if machine is None else describe_machine(machine):
+    for line in machine:
         console.print(Text(line), soft_wrap=True)
     show_plan_with_bills(console, plan)
-    return 0
 
 
 def show_plan_with_bills(console: Console, plan: Plan) -> None:

@@ -8,13 +8,15 @@ them can do the job, and how they would be configured for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from tightfit.bill.optimizers import moment_bytes
 from tightfit.bill.other_engines import OtherEngine, OtherLoss, OtherRun, Recompute, Widths
+from tightfit.bill.other_states import disk_bytes, host_bytes
 from tightfit.bill.runtime import Capability
 from tightfit.bill.textbook import base_bytes_per_parameter
 from tightfit.dry_run.other_engines import other_bill
@@ -38,11 +40,36 @@ class Elsewhere:
     Attributes:
         allocated_bytes: highest total of tensors, as `torch.cuda.max_memory_allocated`.
         device_bytes: what the driver shows: allocator, context and communication library too.
+        host_bytes, disk_bytes: of model states that a rank keeps there, without buffers.
     """
 
     engine: OtherEngine
     allocated_bytes: int
     device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
+def price_with(
+    config: PretrainedConfig,
+    policies: Policies,
+    sequence_length: int,
+    card: Capability,
+    engine: OtherEngine,
+    **details: Any,
+) -> Elsewhere:
+    """What one card would take with `engine`, whether the job is a usual one for it or not.
+
+    Args:
+        config: of the model.
+        policies: the job's; what the engine cannot do of them leaves it out.
+        sequence_length: tokens of the longest sequence.
+        details: fields of `OtherRun` that the engine was given.
+    """
+    if policies.adapter is not None:
+        import_library()
+    run = _run(policies, sequence_length, card, engine)
+    return _price(config, replace(run, **details))
 
 
 def price_elsewhere(
@@ -66,6 +93,8 @@ def _price(config: PretrainedConfig, run: OtherRun) -> Elsewhere:
         run.engine,
         round(bill.allocated_bytes),
         round(bill.reserved_bytes + bill.outside_bytes),
+        round(host_bytes(run, bill.counts)),
+        round(disk_bytes(run, bill.counts)),
     )
 
 
@@ -77,24 +106,33 @@ def _runs(policies: Policies, sequence_length: int, card: Capability) -> Iterato
         return
     engines = _ENGINES[sharding.zero_stage] if sharding.ranks > 1 else (OtherEngine.SINGLE,)
     for engine in engines:
-        yield OtherRun(
-            engine=engine,
-            micro_batch_size=policies.batch.micro_batch_size,
-            sequence_length=sequence_length,
-            shards=sharding.ranks,
-            accumulates=policies.batch.accumulation_steps > 1,
-            widths=_widths(policies, engine),
-            adapter=policies.adapter,
-            autocast=_autocasts(policies, engine),
-            recompute=_recompute(policies),
-            flash_attention=policies.attention.kernel is not AttentionKernel.EAGER,
-            loss=_loss(policies),
-            offload_activations=placement.activations is not Tier.DEVICE,
-            offload_parameters=placement.parameters is not Tier.DEVICE,
-            offload_optimizer=placement.optimizer_states is not Tier.DEVICE,
-            offload_gradients=placement.gradients is not Tier.DEVICE,
-            capability=card,
-        )
+        yield _run(policies, sequence_length, card, engine)
+
+
+def _run(
+    policies: Policies, sequence_length: int, card: Capability, engine: OtherEngine
+) -> OtherRun:
+    placement = policies.placement
+    return OtherRun(
+        engine=engine,
+        micro_batch_size=policies.batch.micro_batch_size,
+        sequence_length=sequence_length,
+        shards=policies.sharding.ranks,
+        accumulates=policies.batch.accumulation_steps > 1,
+        widths=_widths(policies, engine),
+        adapter=policies.adapter,
+        autocast=_autocasts(policies, engine),
+        recompute=_recompute(policies),
+        flash_attention=policies.attention.kernel is not AttentionKernel.EAGER,
+        loss=_loss(policies),
+        offload_activations=placement.activations is not Tier.DEVICE,
+        offload_parameters=placement.parameters is not Tier.DEVICE,
+        offload_optimizer=placement.optimizer_states is not Tier.DEVICE,
+        offload_gradients=placement.gradients is not Tier.DEVICE,
+        optimizer_on_disk=placement.optimizer_states is Tier.NVME,
+        parameters_on_disk=placement.parameters is Tier.NVME,
+        capability=card,
+    )
 
 
 def _autocasts(policies: Policies, engine: OtherEngine) -> bool:

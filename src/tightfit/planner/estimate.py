@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tightfit.bill.comparison import ComparisonRow, StateBill, compare_sharding
+from tightfit.bill.other_engines import OtherEngine
 from tightfit.bill.runtime import Capability, Link
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.bill.textbook import Totals, textbook_state_bytes
@@ -27,7 +28,7 @@ from tightfit.facts.machine import machine_of
 from tightfit.facts.workload import Workload
 from tightfit.planner.agreement import planned_policies
 from tightfit.planner.explain import without_effect
-from tightfit.planner.machine import card_of, limits_of, link_of, precision_of
+from tightfit.planner.machine import DESCRIBED_CARD, card_of, limits_of, link_of, precision_of
 from tightfit.planner.options import model_options
 from tightfit.planner.plan import Limits, bill_json
 from tightfit.planner.pricing import Config, fields_of, whole_bill
@@ -211,6 +212,38 @@ def compare_engines(found: Estimate, config: Config, workload: Workload) -> list
 
     return price_elsewhere(
         transformers_config(config), found.policies, workload.sequence_length, found.card
+    )
+
+
+_DEEPSPEED_STAGES = (OtherEngine.DDP, OtherEngine.ZERO1, OtherEngine.ZERO2, OtherEngine.ZERO3)
+
+
+def price_tool(
+    found: Estimate, config: Config, workload: Workload, engine: str, **details: Any
+) -> Elsewhere:
+    """What one card would take with the tool that a job's config was written for.
+
+    Args:
+        engine: `deepspeed`, `fsdp1`, `fsdp2`, or `ddp` for plain replicas and one process.
+        details: fields of `OtherRun` that the config says.
+    """
+    from tightfit.dry_run.config import transformers_config  # transformers takes seconds to import
+    from tightfit.planner.elsewhere import price_with
+
+    sharding = found.policies.sharding
+    engines = {
+        "deepspeed": _DEEPSPEED_STAGES[sharding.zero_stage],
+        "fsdp1": OtherEngine.FSDP1,
+        "fsdp2": OtherEngine.FSDP2,
+        "ddp": OtherEngine.DDP if sharding.ranks > 1 else OtherEngine.SINGLE,
+    }
+    return price_with(
+        transformers_config(config),
+        found.policies,
+        workload.sequence_length,
+        found.card or DESCRIBED_CARD,
+        engines[engine],
+        **details,
     )
 
 

@@ -54,7 +54,7 @@ def device_of(hardware: Hardware) -> torch.device:
 
 
 # Ampere; what a card is taken for that a job has and this machine has not.
-_DESCRIBED_CARD: Capability = (8, 0)
+DESCRIBED_CARD: Capability = (8, 0)
 _COMPUTES_IN_BF16: Capability = (8, 0)
 
 
@@ -62,7 +62,7 @@ def card_here(hardware: Hardware) -> Capability | None:
     """The compute capability of this machine's first card; None without one."""
     if not hardware.accelerators:
         return None
-    return hardware.accelerators[0].capability or _DESCRIBED_CARD
+    return hardware.accelerators[0].capability or DESCRIBED_CARD
 
 
 def card_to_plan_for(job: Job, hardware: Hardware) -> Capability | None:
@@ -70,13 +70,13 @@ def card_to_plan_for(job: Job, hardware: Hardware) -> Capability | None:
     machine = machine_of(job)
     if machine is None:
         return card_here(hardware)
-    return machine.card.capability or _DESCRIBED_CARD
+    return machine.card.capability or DESCRIBED_CARD
 
 
 def card_of(job: Job, hardware: Hardware) -> Capability | None:
     """The card that a job is for, or, where the job says how many cards it uses and there are none
     here, one that nobody has described."""
-    described = _DESCRIBED_CARD if "num_gpus" in job.model_fields_set else None
+    described = DESCRIBED_CARD if "num_gpus" in job.model_fields_set else None
     return card_to_plan_for(job, hardware) or described
 
 

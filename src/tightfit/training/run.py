@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import set_seed
 
 from tightfit.bill.table import MemoryTable

@@ -68,8 +68,7 @@ RENAMED = {
 # means "off", asks for what happens anyway and is accepted.
 NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "tf32": ((), "leave it out"),
-    "deepspeed": ((), "tightfit plans placement itself; leave it out"),
-    "fsdp": ((), "tightfit plans placement itself; leave it out"),
+    "fsdp": ((), "say zero_stage, or give a file that has it with --config"),
     "packing": ((), "leave it out; every sample is its own sequence"),
     "report_to": (("jsonl",), "the log is `trainer_log.jsonl` in `output_dir`; leave it out"),
     "template": (("default",), "the model's own chat template is used; leave it out"),
@@ -121,7 +120,8 @@ _SWITCHES_FOR = {
     "load_in_8bit": ("quantization_bit", 8),
 }
 SPECIAL = (*_SWITCHES_FOR, "warmup_ratio", "batch_size", "resume_from_checkpoint")
-OTHER_NAMES = (*RENAMED, *NOT_YET, *SPECIAL)
+CONFIG_FILES = ("config", "deepspeed")  # settings that name a config of another tool
+OTHER_NAMES = (*RENAMED, *NOT_YET, *SPECIAL, *CONFIG_FILES)
 SWITCHES = (
     *_SWITCHES_FOR, "tf32", "packing", "activation_offloading", "trust_remote_code",
     "push_to_hub", "load_best_model_at_end", "group_by_length", "activation_checkpointing",
@@ -145,6 +145,8 @@ def translate(settings: Mapping[str, Any], label: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for key, value in settings.items():
+        if key in CONFIG_FILES:
+            continue  # whoever has read them knows what is in them
         for own, meaning in _own_settings(key, value, label):
             if own in result and result[own] != meaning:
                 raise ConfigError(
@@ -160,7 +162,7 @@ def _own_settings(key: str, value: Any, label: str) -> list[tuple[str, Any]]:
     name = label + key
     if key in NOT_YET:
         accepted, advice = NOT_YET[key]
-        if _is_off(value) or str(value) in map(str, accepted):
+        if is_off(value) or str(value) in map(str, accepted):
             return []
         raise ConfigError(f"{name}: {_shown(value)} is not available yet; {advice}")
     if key in SPECIAL:
@@ -179,13 +181,13 @@ def _special(key: str, value: Any, name: str) -> list[tuple[str, Any]]:
     if key in _SWITCHES_FOR:
         if _is_on(value):
             return [_SWITCHES_FOR[key]]
-        if _is_off(value):
+        if is_off(value):
             return []
         raise ConfigError(f"{name}: {_shown(value)} is neither true nor false")
     if key == "warmup_ratio":
         return _warmup_steps(value, name)
     if key == "resume_from_checkpoint":
-        if _is_on(value) or _is_off(value):
+        if _is_on(value) or is_off(value):
             return [("resume", _is_on(value))]
         raise ConfigError(
             f"{name}: a run continues from the last checkpoint in its own `output_dir`;"
@@ -211,7 +213,8 @@ def _shown(value: Any) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
 
 
-def _is_off(value: Any) -> bool:
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing."""
     if isinstance(value, str):
         return value.casefold() in _OFF
     return value is None or value is False or value in ([], {})

@@ -1,0 +1,57 @@
+"""Writes a job's sharding as FSDP's keys, for accelerate and for transformers' `fsdp_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tightfit.interop.writing import Sheet, Written, as_json
+
+
+def write_fsdp(keys: Mapping[str, Any]) -> Written:
+    """A file for transformers' `--fsdp --fsdp_config FILE`."""
+    sheet = Sheet(keys)
+    content = fsdp_content(sheet)
+    return Written(as_json(content), tuple(sheet.finish()))
+
+
+def can_be_fsdp(sheet: Sheet) -> bool:
+    """Whether FSDP can place and share out what the job says as it says it: all or nothing."""
+    optimizer, parameters = sheet.get("offload_optimizer"), sheet.get("offload_param")
+    fractions = (sheet.get("offload_optimizer_fraction"), sheet.get("offload_param_fraction"))
+    places = {"none" if place == "auto" else place for place in (optimizer, parameters)}
+    whole = all(fraction in ("auto", 1) for fraction in fractions)
+    return whole and len(places) == 1 and "nvme" not in places and sheet.get("zero_stage") != 1
+
+
+def fsdp_content(sheet: Sheet) -> dict[str, Any]:
+    """FSDP2's keys, without prefix."""
+    stage = sheet.get("zero_stage")
+    if stage in (0, 1):
+        sheet.missing("zero_stage", "FSDP2 shares gradients out too: this is stage 2")
+    content: dict[str, Any] = {
+        "version": 2,
+        "reshard_after_forward": stage in ("auto", 3),
+        "cpu_offload": _offloads(sheet),
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "cpu_ram_efficient_loading": True,
+    }
+    checkpointing = sheet.get("gradient_checkpointing")
+    if checkpointing in ("true", "selective"):
+        content["activation_checkpointing"] = True
+    if checkpointing == "selective":
+        sheet.missing("gradient_checkpointing", "every layer is recomputed, not every second")
+    return content
+
+
+def _offloads(sheet: Sheet) -> bool:
+    """Whether parameters, gradients and states live on the host; FSDP has nothing in between."""
+    parameters = sheet.get("offload_param") in ("cpu", "nvme")
+    optimizer = sheet.get("offload_optimizer") in ("cpu", "nvme")
+    if optimizer and not parameters:
+        sheet.missing("offload_optimizer", "FSDP offloads parameters with the states")
+    for name in ("offload_param", "offload_optimizer"):
+        if sheet.get(name) == "nvme":
+            sheet.missing(name, "FSDP has no disk: they are on the host")
+    return parameters or optimizer

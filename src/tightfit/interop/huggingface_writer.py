@@ -1,0 +1,127 @@
+"""Writes a job as transformers' TrainingArguments (JSON) and as LLaMA-Factory's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tightfit.interop.deepspeed_writer import deepspeed_content
+from tightfit.interop.fsdp_writer import can_be_fsdp, fsdp_content
+from tightfit.interop.writing import Sheet, Written, as_json, as_yaml, remarks
+
+_OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_8bit": "adamw_8bit",
+    "lion": "lion_32bit",
+    "lion_8bit": "lion_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+_SAME = (
+    "output_dir", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type",
+    "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "seed", "logging_steps", "eval_strategy", "eval_steps", "per_device_eval_batch_size",
+    "save_strategy", "save_steps", "save_total_limit", "save_only_model", "ddp_timeout",
+)  # fmt: skip
+_SAME_IN_FACTORY = (
+    "model_name_or_path", "finetuning_type", "quantization_bit", "cutoff_len", "dataset",
+    "eval_dataset", "val_size",
+)  # fmt: skip
+_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target")
+_KERNELS = {"auto": "auto", "sdpa": "sdpa", "flash": "fa2", "eager": "disabled"}
+
+
+def write_transformers(keys: Mapping[str, Any]) -> Written:
+    """A file that HfArgumentParser(TrainingArguments).parse_json_file loads."""
+    sheet = Sheet(keys)
+    content = _arguments(sheet)
+    checkpointing = sheet.get("gradient_checkpointing")
+    content["gradient_checkpointing"] = checkpointing in ("true", "selective")
+    if checkpointing == "selective":
+        sheet.missing("gradient_checkpointing", "every layer is recomputed, not every second")
+    content |= _sharing(sheet)
+    _ranks(sheet, "torchrun --nproc_per_node, --nnodes")
+    return Written(as_json(content), tuple(sheet.finish()))
+
+
+def write_llamafactory(keys: Mapping[str, Any]) -> Written:
+    """A file for `llamafactory-cli train`."""
+    sheet = Sheet(keys)
+    content: dict[str, Any] = {"stage": "sft", "do_train": True}
+    content |= {name: sheet.get(name) for name in _SAME_IN_FACTORY if sheet.says(name)}
+    content["finetuning_type"] = sheet.get("finetuning_type")
+    content["cutoff_len"] = sheet.get("cutoff_len")
+    content["template"] = "default"
+    if sheet.get("finetuning_type") == "lora":
+        content |= {name: sheet.get(name) for name in _LORA if sheet.get(name) is not None}
+    content |= _arguments(sheet)
+    checkpointing = sheet.get("gradient_checkpointing")
+    if checkpointing == "false":
+        content["disable_gradient_checkpointing"] = True
+    if checkpointing == "selective":
+        sheet.missing("gradient_checkpointing", "every layer is recomputed, not every second")
+    if sheet.says("attention"):
+        content["flash_attn"] = _KERNELS[sheet.get("attention")]
+    content |= _sharing(sheet)
+    _ranks(sheet, "FORCE_TORCHRUN=1 with NPROC_PER_NODE and NNODES")
+    notes = sheet.finish()
+    lines = ["Made by tightfit.", "Take the template of the model's family, and enter the data",
+             "set in dataset_info.json.", *remarks(notes)]  # fmt: skip
+    return Written(as_yaml(content, lines), tuple(notes))
+
+
+def _arguments(sheet: Sheet) -> dict[str, Any]:
+    """Fields of TrainingArguments; what a job leaves to its defaults is written too, where theirs
+    are others."""
+    content = {name: sheet.get(name) for name in _SAME if sheet.says(name)}
+    content["logging_steps"] = sheet.get("logging_steps")
+    content["save_strategy"] = sheet.get("save_strategy")
+    if sheet.says("eval_dataset") or sheet.get("val_size"):
+        content["per_device_eval_batch_size"] = sheet.get("per_device_eval_batch_size")
+    content["optim"] = _OPTIMIZERS[sheet.get("optim")]
+    precision = sheet.get("precision")
+    if precision in ("bf16", "fp16"):
+        content[precision] = True
+    if precision == "auto":
+        sheet.missing("precision", "give bf16 or fp16; without them it is fp32")
+    content |= _batch(sheet)
+    if sheet.get("resume"):
+        content["resume_from_checkpoint"] = True
+    return content
+
+
+def _batch(sheet: Sheet) -> dict[str, Any]:
+    micro, steps, total = (
+        sheet.get(name)
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "train_batch_size",
+        )
+    )
+    if total != "auto":
+        share = max(1, total // sheet.data_parallel)
+        if micro == "auto":
+            micro = 1 if steps == "auto" else max(1, share // steps)
+        if steps == "auto":
+            steps = max(1, share // micro)
+    sizes = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
+    return {name: 1 if size == "auto" else size for name, size in sizes.items()}
+
+
+def _sharing(sheet: Sheet) -> dict[str, Any]:
+    """`fsdp` where it can do what the job says, `deepspeed` where only that can, else neither."""
+    away = {"cpu", "nvme"} & {sheet.get("offload_optimizer"), sheet.get("offload_param")}
+    stage = sheet.get("zero_stage")
+    if not away and (sheet.ranks == 1 or stage in ("auto", 0)):
+        return {}
+    if can_be_fsdp(sheet):
+        checkpointing = dict(sheet.keys) | {"gradient_checkpointing": "false"}
+        return {"fsdp": True, "fsdp_config": fsdp_content(Sheet(checkpointing))}
+    return {"deepspeed": deepspeed_content(sheet, own_optimizer=False)}
+
+
+def _ranks(sheet: Sheet, launcher: str) -> None:
+    for name in ("num_gpus", "nnodes"):
+        if sheet.get(name) != 1:
+            sheet.missing(name, f"the launcher says it: {launcher}")

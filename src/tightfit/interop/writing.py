@@ -1,0 +1,116 @@
+"""What writers of formats share: the job on its way, and remarks for what a format cannot say.
+
+A writer takes the keys that a job says and those that a plan has decided; a key that it never asked
+for is one that its format has no word for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from tightfit.facts.job import Job
+from tightfit.interop.entries import shown
+from tightfit.interop.translation import Note
+
+# Keys that are of tightfit's own run, whatever the format: nobody misses them elsewhere.
+_OWN_MATTERS = {
+    "plan", "preview", "memory_limit", "host_memory_limit", "nvme_limit", "allow",
+}  # fmt: skip
+# What another tool does instead of a technique of ours, where it cannot have it.
+_INSTEAD = {
+    "lazy_step": "updates finish before the next forward: the same numbers, later",
+    "offload_prefetch": "how far ahead things are fetched is the tool's own",
+    "loss": "all logits are there at once",
+    "attention": "attention is chosen where the model is loaded (attn_implementation)",
+    "offload_optimizer_fraction": "all states leave the device, or none",
+    "offload_param_fraction": "all parameters leave the device, or none",
+    "offload_activations": "activations stay on the device",
+    "optim_master": "the fp32 copy is whole",
+    "offload_folder": "there is no disk tier",
+}
+_SCRIPT = "said in the training script, or on its command line"
+
+
+@dataclass
+class Sheet:
+    """A job's keys on their way into a file.
+
+    Attributes:
+        keys: what the job says, by a job's own names.
+        notes: what could not be said.
+    """
+
+    keys: Mapping[str, Any]
+    notes: list[Note] = field(default_factory=list)
+    _asked: set[str] = field(default_factory=set)
+
+    def get(self, name: str) -> Any:
+        """A job's value for a key that the format has; its default where the job does not say."""
+        self._asked.add(name)
+        value = self.keys.get(name)
+        return Job.model_fields[name].get_default() if value is None else value
+
+    def says(self, name: str) -> bool:
+        """Whether the job says something other than `auto` for a key that the format has."""
+        self._asked.add(name)
+        return self.keys.get(name) not in (None, "auto")
+
+    def missing(self, name: str, why: str) -> None:
+        """The format cannot say what the job says for `name`."""
+        self._asked.add(name)
+        self.notes.append(Note(name, shown(self.keys.get(name)).strip("'"), "", why))
+
+    def finish(self) -> list[Note]:
+        """All notes, with one for every key that nobody asked for."""
+        for name, value in self.keys.items():
+            default = Job.model_fields[name].get_default(call_default_factory=True)
+            if name in self._asked or name in _OWN_MATTERS or value in ("auto", default):
+                continue
+            self.notes.append(Note(name, shown(value).strip("'"), "", _INSTEAD.get(name, _SCRIPT)))
+        return self.notes
+
+    @property
+    def ranks(self) -> int:
+        """Processes on all machines."""
+        return int(self.get("num_gpus")) * int(self.get("nnodes"))
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different sequences."""
+        width = self.get("tensor_parallel_size") * self.get("pipeline_parallel_size")
+        return max(1, self.ranks // int(width))
+
+
+@dataclass(frozen=True)
+class Written:
+    """A config for another tool.
+
+    Attributes:
+        text: of the file.
+        notes: what it could not say.
+    """
+
+    text: str
+    notes: tuple[Note, ...]
+
+
+def remarks(notes: list[Note]) -> Iterator[str]:
+    """The notes as lines for the file itself."""
+    for note in notes:
+        yield f"{note.key}: {note.value} is not in this file: {note.why}"
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """Indented, as people write it."""
+    return json.dumps(content, indent=2) + "\n"
+
+
+def as_yaml(content: Mapping[str, Any], lines: list[str]) -> str:
+    """With `lines` as comments at the top."""
+    head = "".join(f"# {line}\n" for line in lines)
+    return head + yaml.safe_dump(dict(content), sort_keys=False, width=100, allow_unicode=True)
