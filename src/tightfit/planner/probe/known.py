@@ -16,9 +16,9 @@ import psutil
 import torch
 
 from tightfit.engine.host_threads import update_threads
+from tightfit.facts.disk import DiskRate
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.processors import cpu_quota, threads_of
-from tightfit.planner.disk_rate import DiskRate
 from tightfit.planner.probe.figures import ByWidth, CardFigures, HostFigures, LinkFigures, Probe
 from tightfit.planner.probe.kept import ADVICE, identity_of, read_probe
 from tightfit.planner.rates import Collective, Link, Rates, interpolate
