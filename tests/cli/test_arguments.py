@@ -205,7 +205,7 @@ def test_tables_of_names_agree() -> None:
         ({"train_batch_size": "many"}, "it must be a whole number from 1 to 65536 or auto"),
         ({"overlong": "ignore"}, "it must be drop | truncate | error"),
         ({"resume": "perhaps"}, "it must be true | false"),
-        ({"allow": "lora,anything"}, "it must be a comma-separated list of: lora"),
+        ({"allow": "lora,anything"}, "it must be a comma-separated list of: split-master |"),
         ({"dataset": 3}, "it must be text or none; put it in quotes"),
         ({"dataset": {"a": 1}}, "it must be text or none"),
         ({"memory_limit": "a lot"}, "--memory_limit: 'a lot' is not a size; write it like 900MiB"),

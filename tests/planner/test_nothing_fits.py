@@ -39,7 +39,8 @@ def advice(error: DoesNotFitError) -> dict[str, str]:
     found = {
         "cutoff_len": re.search(r"would fit: cutoff_len: (\d+) instead of 128", text),
         "lora": re.search(r"would fit: LoRA \(allow: \[lora\]\): (.+) on the device", text),
-        "qlora": re.search(r"would fit: QLoRA \(finetuning_type: qlora\): (.+) on the dev", text),
+        "qlora": re.search(r"would fit: QLoRA \(allow: \[qlora\]\): (.+) on the dev", text),
+        "8bit": re.search(r"would fit: 8-bit optimizer states \(allow: .+\): (.+) on t", text),
         "memory_limit": re.search(r"would fit: the same plan with memory_limit: (\w+)$", text),
     }
     assert text.count("would fit:") == sum(match is not None for match in found.values())
@@ -61,14 +62,15 @@ def test_what_the_message_names_would_fit(plan: Planner, peaks: list[int]) -> No
     with pytest.raises(DoesNotFitError) as raised:
         plan(memory_limit=limit, lora_rank=2, **LEANEST)
     said = advice(raised.value)
-    assert set(said) == {"cutoff_len", "lora", "qlora", "memory_limit"}
+    assert set(said) - {"8bit"} == {"cutoff_len", "lora", "qlora", "memory_limit"}
     shorter = Workload(int(said["cutoff_len"]), 2)
     assert plan(workload=shorter, memory_limit=limit, **LEANEST).fits
     with_lora = plan(memory_limit=limit, lora_rank=2, allow=["lora"], **LEANEST)
     assert with_lora.fits
     assert with_lora.policies.adapter is not None
-    few_bits = {"finetuning_type": "lora", "quantization_bit": 4}
-    assert plan(memory_limit=limit, lora_rank=2, **few_bits, **LEANEST).fits
+    quantised = plan(memory_limit=limit, lora_rank=2, allow=["qlora"], **LEANEST)
+    assert quantised.fits
+    assert quantised.policies.quantisation is not None
     assert plan(memory_limit=said["memory_limit"], **LEANEST).fits
 
 
@@ -228,7 +230,7 @@ def test_a_base_of_few_bits_is_advised_where_its_library_is(
     plan: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"memory_limit": "2MiB", "host_memory_limit": "600KiB", "nvme_limit": "1KiB"}
-    with pytest.raises(DoesNotFitError, match=r"would fit: QLoRA \(finetuning_type: qlora\)"):
+    with pytest.raises(DoesNotFitError, match=r"would fit: QLoRA \(allow: \[qlora\]\)"):
         plan(lora_rank=2, **keys)
     monkeypatch.setattr(search, "find_spec", lambda name: None)
     with pytest.raises(DoesNotFitError) as raised:

@@ -9,7 +9,7 @@ import pytest
 
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
-from tightfit.planner.options import Options, options_of, without_technique
+from tightfit.planner.options import Options, Way, options_of, without_technique
 from tightfit.planner.words import count_techniques
 from tightfit.policies import (
     AdapterPolicy,
@@ -30,15 +30,20 @@ def options(job: Job, **keys: Any) -> Options:
     return options_of(job, **({"precision": "fp32", "chunked_loss": True} | keys))
 
 
+def way(found: Options, word: str) -> Way:
+    return next(way for way in found.others if way.allow == (word,))
+
+
 def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
     found = options(job(train_batch_size=6))
-    assert [(b.micro_batch_size, b.accumulation_steps) for b in found.batches] == [
+    batches = found.batches(found.shardings[0])
+    assert [(b.micro_batch_size, b.accumulation_steps) for b in batches] == [
         (6, 1), (3, 2), (2, 3), (1, 6),
     ]  # fmt: skip
     kinds = [LossKind.FULL, LossKind.CHUNKED, LossKind.SLICED]
     assert [loss.kind for loss in found.losses] == kinds
     assert [c.enabled for c in found.checkpointing] == [False, True]
-    placements = found.placements()
+    placements = found.own.placement.all()
     candidates = list(found.candidates())
     assert len(candidates) == len(set(candidates)) == 4 * 3 * 2 * len(placements)
 
@@ -48,7 +53,7 @@ def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
     [
         ({}, [0]),
         ({"num_gpus": 2}, [0, 1, 2, 3]),
-        ({"num_gpus": 2, "nnodes": 2, "zero_stage": 2}, [2]),
+        ({"num_gpus": 2, "nnodes": 2, "zero_stage": 2, "data_parallel_replicas": 1}, [2]),
         ({"num_gpus": 2, "tensor_parallel_size": 2}, [0]),
     ],
 )
@@ -69,7 +74,7 @@ def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: Make
     found = options(job(train_batch_size=4, **near))
     assert count_techniques(found.plain()) == 0
     assert found.plain().batch == BatchPolicy(4, 1)
-    lean = found.leanest(AdapterPolicy())
+    lean = found.leanest(way(found, "lora"))
     assert [count_techniques(policies) for policies in lean] == [4, 5] * 2
     assert {policies.batch for policies in lean} == {BatchPolicy(1, 4)}
     assert {p.loss.kind for p in lean} == {LossKind.CHUNKED, LossKind.SLICED}
@@ -80,7 +85,7 @@ def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: Make
 def test_the_leanest_have_the_loss_that_is_asked_for(job: MakeJob, loss: str) -> None:
     found = options(job(loss=loss))
     assert {str(policies.loss.kind) for policies in found.leanest()} == {loss}
-    assert len(found.leanest()) == len(found.placements())
+    assert len(found.leanest()) == len(found.own.placement.all())
 
 
 @pytest.mark.parametrize(
@@ -99,8 +104,8 @@ def test_the_leanest_have_the_loss_that_is_asked_for(job: MakeJob, loss: str) ->
             "sharding",
             ShardingPolicy(4, 1, tensor_parallel=2),
         ),
-        (  # replicas of what is shared out; nothing would be in stage 0
-            {"num_gpus": 4, "data_parallel_replicas": 2},
+        (
+            {"num_gpus": 4, "data_parallel_replicas": 2, "zero_stage": 3},
             "sharding",
             ShardingPolicy(4, 3, replicas=2),
         ),
@@ -120,12 +125,12 @@ def test_micro_batch_and_accumulation_make_the_global_batch(job: MakeJob) -> Non
     found = options(
         job(train_batch_size="auto", per_device_train_batch_size=3, gradient_accumulation_steps=5)
     )
-    assert found.batches == (BatchPolicy(3, 5),)
+    assert found.batches(found.shardings[0]) == (BatchPolicy(3, 5),)
 
 
 def test_precision_auto_is_what_the_device_says(job: MakeJob) -> None:
-    assert options(job(), precision="bf16").fixed.precision.parameters == "bf16"
-    fixed = options(job(precision="fp32"), precision="bf16").fixed
+    assert options(job(), precision="bf16").own.fixed.precision.parameters == "bf16"
+    fixed = options(job(precision="fp32"), precision="bf16").own.fixed
     assert fixed.precision.parameters == "fp32"
 
 
@@ -136,13 +141,15 @@ def test_the_numbers_of_optimizer_and_adapter_come_from_the_job(job: MakeJob) ->
             adam_epsilon=0.125, max_grad_norm=3, finetuning_type="lora", lora_rank=4,
             lora_dropout=0.5, lora_target="q_proj, v_proj,",
         )
-    ).fixed  # fmt: skip
+    ).own.fixed  # fmt: skip
     optimizer = found.optimizer
     assert (optimizer.learning_rate, optimizer.weight_decay) == (0.25, 0.5)
     assert (optimizer.betas, optimizer.epsilon) == ((0.1, 0.2), 0.125)
     assert optimizer.max_grad_norm == 3
     assert found.adapter == AdapterPolicy(4, 8.0, 0.5, ("q_proj", "v_proj"))
-    assert options(job(lora_alpha=5)).lora.alpha == 5
+    adapter = way(options(job(lora_alpha=5)), "lora").fixed.adapter
+    assert adapter is not None
+    assert adapter.alpha == 5
 
 
 def test_a_model_without_chunked_loss(job: MakeJob) -> None:
@@ -155,18 +162,29 @@ def test_a_model_without_chunked_loss(job: MakeJob) -> None:
 @pytest.mark.parametrize(
     ("keys", "allowed"),
     [
-        ({}, False),
-        ({"allow": ["lora"]}, True),
-        ({"allow": ["lora"], "finetuning_type": "lora"}, False),
+        ({}, []),
+        ({"allow": ["lora"]}, ["lora"]),
+        ({"allow": ["qlora", "8bit-optimizer"]}, ["8bit-optimizer", "qlora"]),
+        ({"allow": ["lora"], "finetuning_type": "lora"}, []),
+        ({"allow": ["8bit-optimizer", "lora"], "optim": "sgd"}, ["lora"]),
+        ({"allow": ["split-master"]}, []),  # in fp32 nothing is split
     ],
 )
-def test_lora_is_a_fall_back_only_where_it_is_allowed(
-    job: MakeJob, keys: dict[str, Any], allowed: bool
+def test_what_changes_numbers_is_a_fall_back_only_where_it_is_allowed(
+    job: MakeJob, keys: dict[str, Any], allowed: list[str]
 ) -> None:
+    """In the order in which they are tried: what changes least first."""
     found = options(job(**keys))
-    assert (found.lora_if_nothing_fits is not None) is allowed
+    assert [word for way in found.allowed for word in way.allow] == allowed
     wanted = keys.get("finetuning_type") == "lora"
     assert all((p.adapter is not None) is wanted for p in found.candidates())
+
+
+def test_optimizers_that_are_allowed_are_combined(job: MakeJob) -> None:
+    found = options(job(allow=["split-master", "8bit-optimizer"]), precision="bf16")
+    states = [(w.fixed.optimizer.name, w.fixed.optimizer.split_master) for w in found.allowed]
+    assert states == [("adamw", True), ("adamw_8bit", False), ("adamw_8bit", True)]
+    assert all(found.way_of(next(found.candidates(way))) == way for way in found.allowed)
 
 
 def test_without_technique_takes_away_one_at_a_time() -> None:
@@ -194,7 +212,6 @@ def test_a_split_master_is_for_bf16_whoever_chose_it(job: MakeJob) -> None:
 
 def test_adapters_that_are_fallen_back_on_have_no_master_to_split(job: MakeJob) -> None:
     found = options(job(optim_master="split", allow=["lora"]), precision="bf16")
-    assert found.lora_if_nothing_fits is not None
-    candidates = list(found.candidates(found.lora_if_nothing_fits))
+    candidates = list(found.candidates(way(found, "lora")))
     assert candidates
     assert not any(policies.optimizer.split_master for policies in candidates)

@@ -38,7 +38,9 @@ def edit(path: Path, change: Edit) -> None:
 
 
 def test_round_trip(tight: Plan, path: Path, plan: Planner, peaks: list[int]) -> None:
-    assert read_policies(path) == replace(tight.policies, optimizer=OptimizerPolicy())
+    assert read_policies(path, OptimizerPolicy()) == replace(
+        tight.policies, optimizer=OptimizerPolicy()
+    )
     again = plan(plan=str(path), memory_limit=peaks[0], learning_rate=0.5)
     assert again.policies == tight.policies
     assert again.bill == tight.bill
@@ -47,7 +49,9 @@ def test_round_trip(tight: Plan, path: Path, plan: Planner, peaks: list[int]) ->
 def test_round_trip_of_adapters(plan: Planner, tmp_path: Path) -> None:
     chosen = plan(finetuning_type="lora", lora_rank=2, lora_target="q_proj,v_proj")
     write_plan(chosen, tmp_path / "plan.yaml")
-    assert read_policies(tmp_path / "plan.yaml").adapter == chosen.policies.adapter
+    assert read_policies(tmp_path / "plan.yaml", OptimizerPolicy()).adapter == (
+        chosen.policies.adapter
+    )
 
 
 def test_round_trip_of_a_placement(path: Path) -> None:
@@ -60,7 +64,7 @@ def test_round_trip_of_a_placement(path: Path) -> None:
     edit(
         path, lambda policies: policies.update(placement={k: plain(v) for k, v in written.items()})
     )
-    assert read_policies(path).placement == away
+    assert read_policies(path, OptimizerPolicy()).placement == away
 
 
 def plain(value: object) -> object:
@@ -92,9 +96,28 @@ def test_an_edited_choice_that_does_not_fit(path: Path, plan: Planner, peaks: li
     assert raised.value.missing_bytes > 0
 
 
+def test_an_allowed_optimizer_is_in_the_plan_and_must_be_allowed_again(
+    plan: Planner, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    chosen = plan(optim="adamw_8bit")
+    write_plan(chosen, path)
+    assert plan(plan=str(path), allow=["8bit-optimizer"]).policies == chosen.policies
+    with pytest.raises(ConfigError, match=r"allow: \[8bit-optimizer\]"):
+        plan(plan=str(path))
+
+
+def test_a_plan_without_an_optimizer_has_the_jobs(path: Path, plan: Planner) -> None:
+    edit(path, lambda policies: policies.pop("optimizer"))
+    assert str(plan(plan=str(path), optim="lion").policies.optimizer.name) == "lion"
+
+
 def test_the_optimizers_numbers_are_the_jobs(path: Path, plan: Planner) -> None:
     """A plan made with one learning rate must not undo another one on the command line."""
-    assert "optimizer" not in yaml.safe_load(path.read_text())["policies"]
+    assert set(yaml.safe_load(path.read_text())["policies"]["optimizer"]) == {
+        "name",
+        "split_master",
+    }
     used = plan(plan=str(path), learning_rate=0.25, max_grad_norm=0).policies.optimizer
     assert (used.learning_rate, used.max_grad_norm) == (0.25, 0)
 
@@ -131,12 +154,14 @@ def test_the_optimizers_numbers_are_the_jobs(path: Path, plan: Planner) -> None:
         (lambda p: p.update(adapter={"targets": "q_proj"}), r"adapter\.targets: 'q_proj'"),
         (lambda p: p.update(batch=3), r"policies\.batch: 3"),
         (lambda p: p.update(optimizer={"learning_rate": 1}), r"set learning_rate.*in the job"),
+        (lambda p: p.update(optimizer="adamw"), r"only name and split_master are read"),
+        (lambda p: p["optimizer"].update(name="adamq"), r"optimizer\.name: 'adamq'"),
     ],
 )
 def test_a_mistake_is_named(path: Path, change: Edit, said: str) -> None:
     edit(path, change)
     with pytest.raises(InputError, match=said) as raised:
-        read_policies(path)
+        read_policies(path, OptimizerPolicy())
     message = str(raised.value)
     assert message.startswith(f"{path}: policies")
     assert "\n" not in message
@@ -190,10 +215,10 @@ def test_a_file_that_is_no_plan(tmp_path: Path, content: bytes | None, said: str
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=said) as raised:
-        read_policies(path)
+        read_policies(path, OptimizerPolicy())
     assert str(path) in str(raised.value)
 
 
 def test_a_folder_is_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_policies(tmp_path)
+        read_policies(tmp_path, OptimizerPolicy())

@@ -356,6 +356,8 @@ def test_what_is_asked_for_and_not_supported_is_an_error(
 # Of one batch on the device alone, so that stages are all there is to choose.
 STAGES_ONLY = {
     "num_gpus": 2,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "train_batch_size": 2,
     "loss": "full",
     "gradient_checkpointing": "false",

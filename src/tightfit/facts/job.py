@@ -33,7 +33,7 @@ from tightfit.facts.machine_words import (
     parse_ram,
 )
 from tightfit.facts.placement_keys import contradictions
-from tightfit.facts.rank_keys import rank_contradictions
+from tightfit.facts.rank_keys import batch_contradiction, possible_widths, rank_contradictions
 from tightfit.units import KIB, parse_bytes
 
 Auto = Literal["auto"]
@@ -263,20 +263,26 @@ class Job(BaseModel):
         description="What data-parallel ranks share out: 0 nothing, 1 optimizer states, "
         "2 gradients too, 3 parameters too.",
     )
-    data_parallel_replicas: Cards = Field(
-        1,
+    data_parallel_replicas: Cards | Auto = Field(
+        "auto",
         description="Whole copies of what `zero_stage` shares out (HSDP): one for each machine "
-        "keeps all but the gradients' last sum inside. `zero_stage: auto` is 3 with several.",
+        "keeps all but the gradients' last sum inside.",
     )
-    tensor_parallel_size: Cards = Field(1, description="Ranks that share each layer's matrices.")
-    pipeline_parallel_size: Cards = Field(1, description="Stages, each with its own layers.")
+    tensor_parallel_size: Cards | Auto = Field(
+        "auto", description="Ranks of one machine that share each layer's matrices."
+    )
+    pipeline_parallel_size: Cards | Auto = Field(
+        "auto", description="Stages, each with its own layers."
+    )
     pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
         "1f1b",
         description="Order of micro-batches in a pipeline: one forward, one backward, with few in "
         "flight, or all forwards first. Interleaved stages are not there.",
     )
-    allow: list[Literal["lora"]] = Field(
-        default_factory=list, description="What the planner may change although it alters numbers."
+    allow: list[Literal["split-master", "8bit-optimizer", "lora", "qlora"]] = Field(
+        default_factory=list,
+        description="What the planner may change although it alters numbers, where nothing fits "
+        "without; in this order, optimizers before a disk.",
     )
     plan: str | None = Field(None, description="Use this plan.yaml instead of planning.")
     adapt: bool = Field(
@@ -406,31 +412,14 @@ class Job(BaseModel):
         )
         if total == "auto":
             return self
-        ranks = self.data_parallel_ranks
-        if total % ranks:
-            raise ValueError(
-                f"train_batch_size {total} is not a multiple of the {ranks} data-parallel ranks"
-            )
-        total //= ranks
-        for name, part in (
-            ("per_device_train_batch_size", micro),
-            ("gradient_accumulation_steps", steps),
-        ):
-            if part != "auto" and total % part:
-                raise ValueError(
-                    f"train_batch_size {self.train_batch_size} is not a multiple of "
-                    f"{name} {part}{_times(ranks)}"
-                )
-        if micro != "auto" and steps != "auto" and total != micro * steps:
-            raise ValueError(
-                f"train_batch_size {self.train_batch_size} != per_device_train_batch_size {micro} "
-                f"x gradient_accumulation_steps {steps}{_times(ranks)}"
-            )
+        found = batch_contradiction(total, micro, steps, self.ranks, self._possible_widths)
+        if found is not None:
+            raise ValueError(found)
         return self
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step; a part left to the planner counts as 1."""
+        """Sequences per optimizer step; what is left to the planner counts as 1."""
         if self.train_batch_size != "auto":
             return self.train_batch_size
         micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
@@ -459,9 +448,10 @@ class Job(BaseModel):
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Ranks that see different sequences."""
-        return self.ranks // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        """Ranks that see different sequences: the most there can be where the planner chooses."""
+        return self.ranks // min(self._possible_widths)
 
-
-def _times(ranks: int) -> str:
-    return f" x {ranks} ranks" if ranks > 1 else ""
+    @property
+    def _possible_widths(self) -> tuple[int, ...]:
+        """How many ranks may see the same sequences, tensor times pipeline."""
+        return possible_widths(self.ranks, self.tensor_parallel_size, self.pipeline_parallel_size)

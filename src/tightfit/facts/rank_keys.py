@@ -1,9 +1,31 @@
-"""Which of a job's keys about ranks contradict each other, in the words of the keys."""
+"""Which of a job's keys about ranks contradict each other, in the words of the keys.
+
+A key may be `auto`; then what another one says must leave it a value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+Number = int | Literal["auto"]
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, the smallest first."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def possible_widths(ranks: int, tensor: Number, stages: Number) -> tuple[int, ...]:
+    """How many ranks may see the same sequences: the products of both that divide the ranks.
+
+    Empty where what is given does not.
+    """
+    given = (1 if tensor == "auto" else tensor) * (1 if stages == "auto" else stages)
+    if "auto" not in (tensor, stages):
+        return (given,) if ranks % given == 0 else ()
+    return tuple(width for width in divisors(ranks) if width % given == 0)
 
 
 def rank_contradictions(job: Mapping[str, Any]) -> Iterator[str]:
@@ -14,17 +36,19 @@ def rank_contradictions(job: Mapping[str, Any]) -> Iterator[str]:
     """
     machines, cards = job["nnodes"], job["num_gpus"]
     tensor, stages = job["tensor_parallel_size"], job["pipeline_parallel_size"]
-    if machines * cards % (tensor * stages):
+    widths = possible_widths(machines * cards, tensor, stages)
+    if not widths:
         times = f" x nnodes {machines}" if machines > 1 else ""
-        yield (
-            f"num_gpus {cards}{times} is not a multiple of tensor_parallel_size {tensor} x "
-            f"pipeline_parallel_size {stages}"
+        given = " x ".join(
+            f"{key} {job[key]}"
+            for key in ("tensor_parallel_size", "pipeline_parallel_size")
+            if job[key] != "auto"
         )
-    elif (data := machines * cards // (tensor * stages)) % job["data_parallel_replicas"]:
-        yield (
-            f"data_parallel_replicas {job['data_parallel_replicas']} does not divide the {data} "
-            "data-parallel ranks"
-        )
+        yield f"num_gpus {cards}{times} is not a multiple of {given}"
+        return
+    replicas, data = job["data_parallel_replicas"], machines * cards // widths[0]
+    if replicas != "auto" and data % replicas:
+        yield f"data_parallel_replicas {replicas} does not divide the {data} data-parallel ranks"
     if job["node_rank"] >= machines:
         yield (
             f"node_rank {job['node_rank']}: machines are counted from 0, and nnodes is {machines}; "
@@ -48,3 +72,46 @@ def _adapts_in_vain(job: Mapping[str, Any]) -> Iterator[str]:
         )
     if job["plan"] is not None:
         yield "adapt changes the plan, and plan names the one to use; leave one of the two out"
+
+
+def batch_contradiction(
+    total: int, micro: Number, steps: Number, ranks: int, widths: Sequence[int]
+) -> str | None:
+    """DeepSpeed's identity, global = micro x accumulation x data-parallel ranks, where it breaks.
+
+    Every rank is data-parallel unless a key says otherwise; only where there are fewer sequences
+    than ranks may the planner have ranks share them.
+
+    Args:
+        total, micro, steps: of the batch.
+        widths: how many ranks may see the same sequences.
+    """
+    most = ranks // min(widths)
+    fewer = [ranks // width for width in widths if ranks // width <= total]
+    found = [
+        _broken_identity(total, micro, steps, data)
+        for data in ((most,) if total >= most or not fewer else fewer)
+    ]
+    return None if None in found else found[0]
+
+
+def _broken_identity(total: int, micro: Number, steps: Number, data: int) -> str | None:
+    times = f" x {data} ranks" if data > 1 else ""
+    if total % data:
+        near = [n for n in (total // data * data, -(-total // data) * data) if n]
+        return (
+            f"train_batch_size {total} is not a multiple of the {data} data-parallel ranks; the "
+            f"nearest that {'are' if near[1:] else 'is'} {' and '.join(map(str, near))}"
+        )
+    for name, part in (
+        ("per_device_train_batch_size", micro),
+        ("gradient_accumulation_steps", steps),
+    ):
+        if part != "auto" and total // data % part:
+            return f"train_batch_size {total} is not a multiple of {name} {part}{times}"
+    if micro != "auto" and steps != "auto" and total // data != micro * steps:
+        return (
+            f"train_batch_size {total} != per_device_train_batch_size {micro} x "
+            f"gradient_accumulation_steps {steps}{times}"
+        )
+    return None

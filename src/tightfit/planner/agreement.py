@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
-from tightfit.planner.options import Options
+from tightfit.planner.options import Options, Way
 from tightfit.planner.plan_file import read_policies
 from tightfit.planner.words import describe_policies
-from tightfit.policies import Policies
+from tightfit.policies import Policies, ShardingPolicy
 
 
 def planned_policies(job: Job, options: Options) -> Policies:
-    """The policies of the job's plan file, with the job's own optimizer.
+    """The policies of the job's plan file, with the numbers of the job's optimizer.
 
     Raises:
         ConfigError: the file is wrong, or contradicts the job.
     """
     assert job.plan is not None
-    policies = read_policies(Path(job.plan))
+    policies = read_policies(Path(job.plan), options.own.fixed.optimizer)
     check_agrees(policies, options, job)
-    return replace(policies, optimizer=options.fixed.optimizer)
+    return policies
 
 
 def check_agrees(policies: Policies, options: Options, job: Job) -> None:
@@ -31,29 +30,22 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
     Raises:
         ConfigError: a key of the job says something else.
     """
-    fixed = options.fixed
-    open_losses = {loss.kind for loss in options.losses}
+    fixed, sharding = options.own.fixed, policies.sharding
+    way = _way(policies, options)
     agreement = {
         "train_batch_size": policies.global_batch_size == job.global_batch_size,
-        "per_device_train_batch_size": policies.batch in options.batches,
-        "loss": policies.loss.kind in open_losses,
+        "per_device_train_batch_size": policies.batch in options.batches(sharding),
+        "loss": policies.loss.kind in {loss.kind for loss in options.losses},
         "gradient_checkpointing": policies.checkpointing in options.checkpointing,
-        **_placement_agreement(policies, options),
+        **way.placement.agreement(policies.placement),
         "precision": job.precision in ("auto", policies.precision.parameters),
         "attention": policies.attention == fixed.attention,
-        "num_gpus": policies.sharding.ranks == fixed.sharding.ranks,
-        "zero_stage": policies.sharding.zero_stage in {s.zero_stage for s in options.shardings},
-        "data_parallel_replicas": "data_parallel_replicas" not in job.model_fields_set
-        or policies.sharding.replicas == fixed.sharding.replicas,
-        "pipeline_parallel_size": policies.sharding.pipeline_parallel
-        == fixed.sharding.pipeline_parallel,
-        "pipeline_schedule": policies.sharding.pipeline_schedule
-        is fixed.sharding.pipeline_schedule,
-        "quantization_bit": policies.quantisation == fixed.quantisation,
+        "num_gpus": sharding.ranks == fixed.sharding.ranks,
+        **_sharding_agreement(sharding, job),
+        "optim": policies.optimizer.name in (fixed.optimizer.name, way.fixed.optimizer.name),
+        "quantization_bit": policies.quantisation in (fixed.quantisation, way.fixed.quantisation),
         "finetuning_type": fixed.adapter is None or policies.adapter is not None,
-        "missing allow: [lora]": policies.adapter is None
-        or job.finetuning_type == "lora"
-        or "lora" in job.allow,
+        f"missing allow: [{', '.join(way.allow)}]": {*way.allow} <= {*job.allow},
         "lora_rank": policies.adapter is None
         or "lora_rank" not in job.model_fields_set
         or policies.adapter.rank == job.lora_rank,
@@ -70,7 +62,26 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
         )
 
 
-def _placement_agreement(policies: Policies, options: Options) -> dict[str, bool]:
-    falls_back = options.fixed.adapter is None and policies.adapter is not None
-    choices = options.lora_placement if falls_back else options.placement
-    return choices.agreement(policies.placement)
+def _sharding_agreement(sharding: ShardingPolicy, job: Job) -> dict[str, bool]:
+    return {
+        key: getattr(job, key) in ("auto", value)
+        for key, value in {
+            "zero_stage": sharding.zero_stage,
+            "data_parallel_replicas": sharding.replicas,
+            "tensor_parallel_size": sharding.tensor_parallel,
+            "pipeline_parallel_size": sharding.pipeline_parallel,
+            "pipeline_schedule": sharding.pipeline_schedule,
+        }.items()
+    }
+
+
+def _way(policies: Policies, options: Options) -> Way:
+    """The way that a plan goes: its adapters may have numbers of their own."""
+    ways = (options.own, *options.others)
+    return next((way for way in ways if _states(way.fixed) == _states(policies)), options.own)
+
+
+def _states(policies: Policies) -> tuple[object, ...]:
+    optimizer = policies.optimizer
+    adapted, quantised = policies.adapter is not None, policies.quantisation is not None
+    return adapted, quantised, optimizer.name, optimizer.split_master

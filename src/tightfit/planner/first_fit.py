@@ -16,7 +16,7 @@ from tightfit.planner.fitting import Fitting, possible
 from tightfit.planner.fractions import fraction_of, layer_bytes, least_leaving, with_fraction
 from tightfit.planner.options import Options
 from tightfit.planner.words import count_techniques
-from tightfit.policies import AdapterPolicy, PlacementPolicy, Policies, Tier
+from tightfit.policies import PlacementPolicy, Policies, Tier
 
 _MOST_TRIES = 3  # of a fraction; each costs a dry run at full depth
 
@@ -88,7 +88,7 @@ class FirstFit:
         """Where the fraction is not known yet, as if a single layer would do."""
         entry = _Entry(0.0, 0, 0.0, number, whole, name, layers, tries)
         policies = self._policies(entry)
-        nearest = self.options.placements(_fallback(self.options, whole))[0]
+        nearest = self.options.way_of(whole).placement.all()[0]
         staying = replace(whole, placement=nearest)
         entry.seconds = max(
             self.fitting.pricing.step_time(choice).total for choice in (policies, staying)
@@ -142,11 +142,6 @@ class FirstFit:
         if layers > self._layers(policies):
             return None
         return self._entry(entry.number, entry.whole, entry.name, layers, entry.tries + 1)
-
-
-def _fallback(options: Options, policies: Policies) -> AdapterPolicy | None:
-    """The adapter that the planner fell back on, where it did."""
-    return None if policies.adapter == options.fixed.adapter else policies.adapter
 
 
 def _leaving(placement: PlacementPolicy) -> float:

@@ -14,6 +14,8 @@ from tightfit.errors import ConfigError
 from tightfit.facts.attention import default_attention
 from tightfit.facts.job import Job
 from tightfit.facts.logits import logit_transform
+from tightfit.facts.rank_keys import divisors
+from tightfit.planner.degrees import leanest, shardings_of
 from tightfit.planner.fitting import possible
 from tightfit.planner.placements import PlacementChoices, placement_choices, without_placement
 from tightfit.policies import (
@@ -26,8 +28,6 @@ from tightfit.policies import (
     LossPolicy,
     OptimizerName,
     OptimizerPolicy,
-    PipelineSchedule,
-    PlacementPolicy,
     Policies,
     PrecisionPolicy,
     QuantisationPolicy,
@@ -39,73 +39,132 @@ Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way to train whose numbers are its own: what is no choice of it, and what is placed where.
+
+    Attributes:
+        allow: the words of the job's key `allow` that allow it; none for the job's own way.
+        fixed: all policies that are not a choice.
+        placement: where its states may live.
+    """
+
+    allow: tuple[str, ...]
+    fixed: Policies
+    placement: PlacementChoices
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return " and ".join(_NAMES[word] for word in self.allow)
+
+    def has(self, policies: Policies) -> bool:
+        """Whether `policies` go this way."""
+        return _numerics(policies) == _numerics(self.fixed)
+
+
+_NAMES = {
+    "split-master": "a split master",
+    "8bit-optimizer": "8-bit optimizer states",
+    "lora": "LoRA",
+    "qlora": "QLoRA",
+}
+
+
+def _numerics(policies: Policies) -> tuple[object, ...]:
+    optimizer = policies.optimizer
+    return policies.adapter, policies.quantisation, optimizer.name, optimizer.split_master
+
+
+@dataclass(frozen=True)
 class Options:
     """The choices for each policy; the first of each list is the plain one.
 
     Attributes:
-        fixed: everything that is not a choice.
-        lora: the adapters that the job's keys describe, whether it wants them or not.
-        lora_if_nothing_fits: what the planner may fall back on; None where the job does not
-            allow it or already says it.
-        lora_placement: where its states may live.
+        job: whose batch is divided.
+        own: the way that the job's keys say.
+        others: the ways that it could allow, those first that change least.
     """
 
-    fixed: Policies
-    batches: tuple[BatchPolicy, ...]
+    job: Job
+    own: Way
+    others: tuple[Way, ...]
     losses: tuple[LossPolicy, ...]
     checkpointing: tuple[CheckpointingPolicy, ...]
-    placement: PlacementChoices
     shardings: tuple[ShardingPolicy, ...]
-    lora: AdapterPolicy
-    lora_if_nothing_fits: AdapterPolicy | None
-    lora_placement: PlacementChoices
+
+    @property
+    def allowed(self) -> tuple[Way, ...]:
+        """The ways that the planner may take where nothing fits in those before."""
+        return tuple(way for way in self.others if {*way.allow} <= {*self.job.allow})
+
+    @property
+    def not_allowed(self) -> tuple[Way, ...]:
+        """The ways that the user may be told of."""
+        return tuple(way for way in self.others if not {*way.allow} <= {*self.job.allow})
 
     def plain(self) -> Policies:
         """No technique that was not asked for: the nearest to it that the engine can do."""
         nearest = next(self.candidates())
         return next(filter(possible, self.candidates()), nearest)
 
-    def leanest(self, adapter: AdapterPolicy | None = None) -> list[Policies]:
-        """The smallest batch with every technique that is open, for each placement and each loss
-        that saves: which saves most is a matter of the vocabulary."""
+    def leanest(self, way: Way | None = None) -> list[Policies]:
+        """The smallest batch with every technique that is open, for each placement, each loss that
+        saves and the divisions of ranks that may save most: which does is a matter of the model."""
         losses = [loss for loss in self.losses if loss.kind is not LossKind.FULL] or self.losses
-        leanest = (self.batches[-1], self.checkpointing[-1], self.shardings[-1])
+        shardings = set(leanest(self._shardings()))
         return [
             policies
-            for policies in self.candidates(adapter)
-            if (policies.batch, policies.checkpointing, policies.sharding) == leanest
+            for policies in self.candidates(way)
+            if policies.sharding in shardings
+            and policies.batch == self.batches(policies.sharding)[-1]
+            and policies.checkpointing == self.checkpointing[-1]
             and policies.loss in losses
         ]
 
-    def placements(self, adapter: AdapterPolicy | None = None) -> tuple[PlacementPolicy, ...]:
-        """The nearest to the device first; see `candidates`."""
-        return (self.placement if adapter is None else self.lora_placement).all()
+    def way_of(self, policies: Policies) -> Way:
+        """The way that `policies` go."""
+        return next(way for way in (self.own, *self.others) if way.has(policies))
 
     def open_fraction(self, policies: Policies) -> str | None:
         """The field of the placement that says how much leaves and is the planner's to lower."""
-        fell_back = (policies.adapter is None) != (self.fixed.adapter is None)
-        choices = self.lora_placement if fell_back else self.placement
-        return choices.open_fraction(policies.placement)
+        return self.way_of(policies).placement.open_fraction(policies.placement)
 
-    def candidates(self, adapter: AdapterPolicy | None = None) -> Iterator[Policies]:
-        """Every combination, with `adapter` instead of the job's own if given. What leaves, leaves
-        whole where its fraction is open."""
-        fixed = self.fixed if adapter is None else with_adapter(self.fixed, adapter)
-        for batch, loss, checkpointing, placement, sharding in product(
-            self.batches,
-            self.losses,
-            self.checkpointing,
-            self.placements(adapter),
-            self.shardings,
-        ):
-            yield replace(
-                fixed,
-                batch=batch,
-                loss=loss,
-                checkpointing=checkpointing,
-                placement=placement,
-                sharding=sharding,
-            )
+    def candidates(self, way: Way | None = None) -> Iterator[Policies]:
+        """Every combination, of the job's own way if none is given. What leaves, leaves whole where
+        its fraction is open."""
+        way = way or self.own
+        for sharding in self._shardings():
+            for batch, loss, checkpointing, placement in product(
+                self.batches(sharding),
+                self.losses,
+                self.checkpointing,
+                way.placement.all(),
+            ):
+                yield replace(
+                    way.fixed,
+                    batch=batch,
+                    loss=loss,
+                    checkpointing=checkpointing,
+                    placement=placement,
+                    sharding=sharding,
+                )
+
+    def batches(self, sharding: ShardingPolicy) -> tuple[BatchPolicy, ...]:
+        """The ways to cut a rank's sequences, the largest micro-batch first; none where the ranks
+        do not divide the global batch as the job says."""
+        job = self.job
+        total, rest = divmod(job.global_batch_size, sharding.data_parallel)
+        if rest:
+            return ()
+        micro, steps = job.per_device_train_batch_size, job.gradient_accumulation_steps
+        return tuple(
+            BatchPolicy(size, total // size)
+            for size in reversed(divisors(total))
+            if micro in ("auto", size) and steps in ("auto", total // size)
+        )
+
+    def _shardings(self) -> tuple[ShardingPolicy, ...]:
+        return tuple(sharding for sharding in self.shardings if self.batches(sharding))
 
 
 def options_of(
@@ -115,6 +174,7 @@ def options_of(
     chunked_loss: bool,
     attention: str = "sdpa",
     on_card: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Options:
     """The choices that `job` leaves open.
 
@@ -123,6 +183,7 @@ def options_of(
         chunked_loss: whether the model supports it.
         attention: what `attention: auto` means for this model.
         on_card: whether the device is a card.
+        config: of the model, for how its layers can be divided.
 
     Raises:
         ConfigError: the job asks for a chunked loss that the model does not support, or for a
@@ -136,34 +197,73 @@ def options_of(
     precision = precision if job.precision == "auto" else job.precision
     _check_master(job, precision)
     losses = {str(kind): LossPolicy(kind) for kind in LossKind}
-    adapter = _adapter(job)
+    shardings = shardings_of(job, config)
+    kernel = AttentionKernel(attention if job.attention == "auto" else job.attention)
+    fixed = Policies(
+        precision=PrecisionPolicy(precision),
+        optimizer=_optimizer(job),
+        adapter=_adapter(job) if job.finetuning_type == "lora" else None,
+        quantisation=_quantisation(job),
+        attention=AttentionPolicy(kernel),
+        sharding=shardings[0],
+    )
     return Options(
-        fixed=Policies(
-            precision=PrecisionPolicy(precision),
-            optimizer=_optimizer(job),
-            adapter=adapter if job.finetuning_type == "lora" else None,
-            quantisation=_quantisation(job),
-            attention=AttentionPolicy(
-                AttentionKernel(attention if job.attention == "auto" else job.attention)
-            ),
-            sharding=_shardings(job)[0],
-        ),
-        batches=_batches(job),
-        shardings=_shardings(job),
+        job=job,
+        own=_way(job, (), fixed, on_card=on_card),
+        others=tuple(_other_ways(job, fixed, on_card=on_card)),
         losses=_open(job.loss, losses) if chunked_loss else (losses["full"],),
         checkpointing=_checkpointing(job),
-        placement=placement_choices(
-            job,
-            on_card=on_card,
-            trains_parameters=job.finetuning_type == "full",
-            together=job.optim_master == "split",
-        ),
-        lora=adapter,
-        lora_if_nothing_fits=(
-            adapter if "lora" in job.allow and job.finetuning_type == "full" else None
-        ),
-        lora_placement=placement_choices(job, on_card=on_card, trains_parameters=False),
+        shardings=shardings,
     )
+
+
+def _way(job: Job, allow: tuple[str, ...], fixed: Policies, *, on_card: bool) -> Way:
+    placement = placement_choices(
+        job,
+        on_card=on_card,
+        trains_parameters=fixed.adapter is None,
+        together=fixed.optimizer.split_master,
+    )
+    return Way(allow, fixed, placement)
+
+
+_EIGHT_BITS = {
+    OptimizerName.ADAMW: OptimizerName.ADAMW_8BIT,
+    OptimizerName.LION: OptimizerName.LION_8BIT,
+}
+_QLORA_BITS = 4
+
+
+def _other_ways(job: Job, fixed: Policies, *, on_card: bool) -> Iterator[Way]:
+    """What the job could allow, what changes least first."""
+    for allow, policies in (*_other_optimizers(job, fixed), *_adapters(job, fixed)):
+        yield _way(job, allow, policies, on_card=on_card)
+
+
+def _other_optimizers(job: Job, fixed: Policies) -> Iterator[tuple[tuple[str, ...], Policies]]:
+    """States in fewer bytes, where all parameters are trained: a split master rounds otherwise,
+    moments of 8 bits are approximate."""
+    optimizer = fixed.optimizer
+    if fixed.adapter is not None:
+        return
+    splits = fixed.precision.parameters == "bf16" and job.optim_master == "auto"
+    eight = _EIGHT_BITS.get(optimizer.name)
+    split = replace(optimizer, split_master=True)
+    if splits:
+        yield ("split-master",), replace(fixed, optimizer=split)
+    if eight is not None:
+        yield ("8bit-optimizer",), replace(fixed, optimizer=replace(optimizer, name=eight))
+    if splits and eight is not None:
+        both = replace(split, name=eight)
+        yield ("split-master", "8bit-optimizer"), replace(fixed, optimizer=both)
+
+
+def _adapters(job: Job, fixed: Policies) -> Iterator[tuple[tuple[str, ...], Policies]]:
+    lora = with_adapter(fixed, _adapter(job))
+    if fixed.adapter is None:
+        yield ("lora",), lora
+    if fixed.quantisation is None:
+        yield ("qlora",), replace(lora, quantisation=QuantisationPolicy(_QLORA_BITS))
 
 
 def _check_master(job: Job, precision: str) -> None:
@@ -189,6 +289,7 @@ def model_options(
         chunked_loss=logit_transform(config) is None,
         attention=default_attention(config),
         on_card=on_card,
+        config=config,
     )
 
 
@@ -241,35 +342,8 @@ def _checkpointing(job: Job) -> tuple[CheckpointingPolicy, ...]:
     return _open(job.gradient_checkpointing, {"false": off, "true": on})
 
 
-def _shardings(job: Job) -> tuple[ShardingPolicy, ...]:
-    """What shares out least first; with one data-parallel rank there is nothing to share."""
-    stages: tuple[int, ...] = (0, 1, 2, 3) if job.data_parallel_ranks > 1 else (0,)
-    replicas = job.data_parallel_replicas
-    if replicas > 1:
-        stages = (3,)  # replicas are of what is shared out
-    if job.zero_stage != "auto":
-        stages = (job.zero_stage,)
-    width = (job.tensor_parallel_size, job.pipeline_parallel_size)
-    schedule = PipelineSchedule(job.pipeline_schedule)
-    return tuple(ShardingPolicy(job.ranks, stage, *width, replicas, schedule) for stage in stages)
-
-
 def _quantisation(job: Job) -> QuantisationPolicy | None:
     return None if job.quantization_bit is None else QuantisationPolicy(job.quantization_bit)
-
-
-def _batches(job: Job) -> tuple[BatchPolicy, ...]:
-    """The largest micro-batch first."""
-    total = job.global_batch_size // job.data_parallel_ranks
-    if job.per_device_train_batch_size != "auto":
-        micro = job.per_device_train_batch_size
-        return (BatchPolicy(micro, total // micro),)
-    if job.gradient_accumulation_steps != "auto":
-        steps = job.gradient_accumulation_steps
-        return (BatchPolicy(total // steps, steps),)
-    return tuple(
-        BatchPolicy(micro, total // micro) for micro in range(total, 0, -1) if total % micro == 0
-    )
 
 
 def _optimizer(job: Job) -> OptimizerPolicy:

@@ -2,6 +2,7 @@
 
 Only the section `policies` is read back; the bill is always worked out anew, since an edited
 choice has another one. The optimizer's numbers are not in it: they are the job's, not a choice.
+Its states are: an allowed optimizer of 8 bits may be the plan's.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from tightfit.errors import ConfigError
 from tightfit.planner.plan import Plan
-from tightfit.policies import PRECISIONS, Policies
+from tightfit.policies import PRECISIONS, OptimizerPolicy, Policies
 from tightfit.units import format_bytes
 
-_JOBS_OWN = "optimizer"
+_CHOICES_OF_THE_OPTIMIZER = ("name", "split_master")
 _HEADER = """\
 # A plan of tightfit. Edit `policies` and pass the file back with --plan.
 # Everything below `policies` is for reading; it is worked out again from them.
@@ -31,9 +32,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     """Write `plan` to `path`."""
     facts = plan.to_json()
     content = {
-        "policies": {
-            name: part for name, part in _plain(plan.policies).items() if name != _JOBS_OWN
-        },
+        "policies": _choices(plan.policies),
         "predicted": {
             "fits": facts["fits"],
             "peak": {
@@ -48,8 +47,19 @@ def write_plan(plan: Plan, path: Path) -> None:
     path.write_text(_HEADER + text, encoding="utf-8")
 
 
-def read_policies(path: Path) -> Policies:
-    """The policies of a plan file; the optimizer's numbers are left at their defaults.
+def _choices(policies: Policies) -> dict[str, Any]:
+    """All but the optimizer's numbers."""
+    plain: dict[str, Any] = _plain(policies)
+    optimizer = {name: plain["optimizer"][name] for name in _CHOICES_OF_THE_OPTIMIZER}
+    return {**plain, "optimizer": optimizer}
+
+
+def read_policies(path: Path, optimizer: OptimizerPolicy) -> Policies:
+    """The policies of a plan file.
+
+    Args:
+        optimizer: the job's, whose numbers are taken, and all of which is where the file says
+            nothing of it.
 
     Raises:
         ConfigError: the file is missing, is not YAML, a key or value is wrong, or the policies do
@@ -65,17 +75,30 @@ def read_policies(path: Path) -> Policies:
         raise ConfigError(f"plan file {path} has no section `policies`")
     policies = content["policies"]
     _refuse_unknown_keys(policies, Policies, f"{path}: policies")
-    if _JOBS_OWN in policies:
-        raise ConfigError(
-            f"{path}: policies.{_JOBS_OWN} is not read; set learning_rate, weight_decay and the "
-            "like in the job"
-        )
     try:
-        found = TypeAdapter(Policies).validate_python(policies)
+        found = TypeAdapter(Policies).validate_python(
+            {**policies, "optimizer": _with_choices(optimizer, policies.get("optimizer"), path)}
+        )
     except ValidationError as error:
         raise ConfigError(f"{path}: {_complaint(error.errors()[0])}") from None
     _check_ranges(found, path)
     return found
+
+
+def _with_choices(optimizer: OptimizerPolicy, given: Any, path: Path) -> dict[str, Any]:
+    """The fields of `optimizer` with what a file says of them.
+
+    Raises:
+        ConfigError: it says more than is a choice.
+    """
+    given = {} if given is None else given
+    numbers = set(given) - {*_CHOICES_OF_THE_OPTIMIZER} if isinstance(given, Mapping) else {given}
+    if numbers:
+        raise ConfigError(
+            f"{path}: policies.optimizer: only {' and '.join(_CHOICES_OF_THE_OPTIMIZER)} are read; "
+            "set learning_rate, weight_decay and the like in the job"
+        )
+    return {**vars(optimizer), **given}
 
 
 def _complaint(problem: Any) -> str:

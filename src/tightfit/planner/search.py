@@ -6,7 +6,7 @@ depth, so that the plan's bill was really computed. What the model does not supp
 like what does not fit, what the engine cannot do yet is left out. Of what leaves the device only as
 much leaves as is missing; nothing is taken for faster because it leaves. The disk is tried when
 nothing fits without it, and what changes numerics only where the job allows it and when nothing
-else fits.
+else fits: optimizers with smaller states before the disk, adapters after it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tightfit.planner.machine import (
     why_no_nvme,
 )
 from tightfit.planner.nothing_fits import MayAllow, Shortage
-from tightfit.planner.options import Options, model_options
+from tightfit.planner.options import Options, Way, model_options
 from tightfit.planner.placements import uses_disk
 from tightfit.planner.plan import Lighter, Plan, RatesNote
 from tightfit.planner.pricing import Config, Observe, Pricing, fields_of, nobody
 from tightfit.planner.probe.known import RankShare, probed_disk, probed_rates, threads_of_rank
 from tightfit.planner.rates import Rates, measure_rates
-from tightfit.policies import AdapterPolicy, Policies, QuantisationPolicy
+from tightfit.policies import Policies
 from tightfit.units import format_bytes
 
 
@@ -194,24 +194,35 @@ class _Search:
         Raises:
             DoesNotFitError: there is none.
         """
-        lora = self.options.lora_if_nothing_fits
-        found = self._first_fit(None)
-        if found is None and lora is not None:
-            found = self._first_fit(lora)
+        found = next(filter(None, self._in_turn()), None)
         if found is None:
             raise self._nothing_fits()
         return self.plan_of(found)
 
-    def _first_fit(self, adapter: AdapterPolicy | None) -> Policies | None:
-        """The fastest that fits; with something on disk only where nothing fits without."""
-        candidates = [p for p in self.options.candidates(adapter) if possible(p)]
-        search = FirstFit(self.options, self.fitting)
-        found = search.of(p for p in candidates if not uses_disk(p.placement))
-        on_disk = [p for p in candidates if uses_disk(p.placement)]
-        if found is None and on_disk and self.no_disk is None:
+    def _in_turn(self) -> Iterator[Policies | None]:
+        """The fastest that fits of each way to train that the job allows, first without a disk.
+
+        Adapters come last, after what else trains all parameters.
+        """
+        ways = (self.options.own, *self.options.allowed)
+        adapted = [way for way in ways if way.fixed.adapter is not None]
+        for group in ([way for way in ways if way not in adapted], adapted):
+            for way in group:
+                yield self._first_fit(way, on_disk=False)
+            for way in group:
+                yield self._first_fit(way, on_disk=True)
+
+    def _first_fit(self, way: Way, *, on_disk: bool) -> Policies | None:
+        candidates = [
+            policies
+            for policies in self.options.candidates(way)
+            if uses_disk(policies.placement) == on_disk and possible(policies)
+        ]
+        if not candidates or (on_disk and self.no_disk is not None):
+            return None
+        if on_disk:
             self.measure_disk()
-            found = search.of(on_disk)
-        return found
+        return FirstFit(self.options, self.fitting).of(candidates)
 
     def measure_disk(self) -> None:
         """Know the disk's rates from now on."""
@@ -222,29 +233,26 @@ class _Search:
     def _nothing_fits(self) -> DoesNotFitError:
         """The error, for what was priced and turned down and for the leanest that needed none."""
         priced = [candidate.policies for candidate in self.fitting.turned_down if candidate.bill]
-        lean = self._leanest(None)
-        if self.options.lora_if_nothing_fits is not None:
-            lean += self._leanest(self.options.lora_if_nothing_fits)
+        lean = [
+            policies
+            for way in (self.options.own, *self.options.allowed)
+            for policies in self._leanest(way)
+        ]
         shortage = Shortage(self.fitting, tuple(self._may_allow()), self.no_disk)
         return shortage.error(dict.fromkeys([*priced, *lean]), self.pricing.plain)
 
     def _may_allow(self) -> Iterator[MayAllow]:
-        """Adapters, with placements of their own, where the job trains all parameters."""
-        if self.options.fixed.adapter is not None:
-            return
-        lean = self._leanest(self.options.lora)
-        if self.options.lora_if_nothing_fits is None:
-            yield MayAllow("LoRA (allow: [lora])", lean)
-        if self.quantises:
-            base = QuantisationPolicy(4)
-            four = [replace(policies, quantisation=base) for policies in lean]
-            yield MayAllow("QLoRA (finetuning_type: qlora)", [p for p in four if possible(p)])
+        """Other ways to train, with placements of their own."""
+        for way in self.options.not_allowed:
+            if way.fixed.quantisation is None or self.quantises:
+                words = ", ".join(way.allow)
+                yield MayAllow(f"{way.name} (allow: [{words}])", self._leanest(way))
 
-    def _leanest(self, adapter: AdapterPolicy | None) -> list[Policies]:
+    def _leanest(self, way: Way) -> list[Policies]:
         """Those that the engine can do and that need no disk where there is none."""
         return [
             policies
-            for policies in self.options.leanest(adapter)
+            for policies in self.options.leanest(way)
             if possible(policies) and not (self.no_disk and uses_disk(policies.placement))
         ]
 

@@ -10,6 +10,7 @@ from tightfit.policies import (
     OptimizerName,
     PlacementPolicy,
     Policies,
+    ShardingPolicy,
     Tier,
 )
 
@@ -154,5 +155,10 @@ def count_techniques(policies: Policies) -> int:
         + (placement.parameters is not Tier.DEVICE)
         + (placement.activations is not Tier.DEVICE)
         + (policies.batch.accumulation_steps > 1)
-        + policies.sharding.zero_stage
+        + _count_sharding(policies.sharding)
     )
+
+
+def _count_sharding(sharding: ShardingPolicy) -> int:
+    groups = (sharding.tensor_parallel, sharding.pipeline_parallel, sharding.replicas)
+    return sharding.zero_stage + sum(size > 1 for size in groups)
