@@ -6,15 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from transformers import LlamaConfig
 
 from tightfit.bill.runtime import Capability
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.facts.job import Job
+from tightfit.facts.workload import Workload
 from tightfit.planner.bounds import LowerBounds
 from tightfit.planner.fitting import possible
 from tightfit.planner.options import options_of
 from tightfit.planner.pricing import Pricing
-from tightfit.policies import BatchPolicy, PlacementPolicy, Tier
+from tightfit.planner.rates import Rates
+from tightfit.policies import BatchPolicy, CheckpointingPolicy, PlacementPolicy, Tier
 
 
 def test_no_bill_is_below_its_bound(pricing: Pricing, job: Callable[..., Job]) -> None:
@@ -85,3 +88,34 @@ def test_activations_that_left_bound_what_the_host_takes(pricing: Pricing) -> No
     assert bounds.table(stays, run).peak_bytes(Tier.HOST) == 0
     states = bounds.states(stays, run).peak_bytes(Tier.DEVICE)
     assert bounds.table(stays, run).peak_bytes(Tier.DEVICE) == states + 50_000
+
+
+@pytest.mark.parametrize("card", [None, (8, 0)], ids=["cpu", "card"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_no_division_of_ranks_is_below_its_bound(
+    job: Callable[..., Job], card: Capability | None, tied: bool, rates: Rates
+) -> None:
+    """From the plain run alone, and when all are known."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    keys = {"num_gpus": 4, "train_batch_size": 8, "loss": "full", "offload_optimizer": "none",
+            "offload_param": "none", "offload_activations": "false"}  # fmt: skip
+    options = options_of(
+        job(**keys), precision="fp32", chunked_loss=True, on_card=card is not None,
+        config=config.to_dict(),
+    )  # fmt: skip
+    candidates = list(options.candidates())
+    divisions = {policies.sharding: policies for policies in candidates}.values()
+    assert len(divisions) >= 8
+    pricing = Pricing(options.plain(), config, Workload(64, 8), rates, card)
+    pricing.bill(options.plain())
+    pricing.bill(replace(options.plain(), checkpointing=CheckpointingPolicy(True)))
+    before = {policies: pricing.least_bill(policies) for policies in divisions}
+    for policies in divisions:
+        bill = pricing.bill(policies)
+        for least in (before[policies], pricing.least_bill(policies)):
+            assert least.peak_bytes(Tier.DEVICE) <= bill.peak_bytes(Tier.DEVICE), policies
+        share = before[policies].peak_bytes(Tier.DEVICE) / bill.peak_bytes(Tier.DEVICE)
+        assert share > 0.3, f"so little turns nothing down: {policies.sharding}"

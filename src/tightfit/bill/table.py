@@ -85,11 +85,15 @@ class MemoryTable:
             }
         )
 
-    def plus(self, tier: Tier, kind: Kind, count_bytes: int) -> MemoryTable:
-        """A copy with `count_bytes` more of `kind` on `tier` throughout."""
+    def plus(
+        self, tier: Tier, kind: Kind, count_bytes: int, only: Phase | None = None
+    ) -> MemoryTable:
+        """A copy with `count_bytes` more of `kind` on `tier`, throughout or in one phase `only`."""
         return MemoryTable(
             {
-                phase: {
+                phase: tiers
+                if only not in (None, phase)
+                else {
                     **tiers,
                     tier: {
                         **tiers.get(tier, {}),

@@ -7,16 +7,20 @@ batch at all. What a micro-batch of m sequences leaves for
 backward, with the scratch of the operations at that moment, grows with m along a line that starts
 at or above zero: one of k sequences takes k/m of it at least, and a larger one as much. What layers
 leave does not depend on the loss. Activations count on the tier where they wait.
+However data-parallel ranks share states out, each leaves as much; n tensor ranks leave a part of n
+at least, and a stage of a pipeline its layers' part, once for each micro-batch in flight.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from tightfit.bill.model_states import state_widths
 from tightfit.bill.on_disk import SLOTS
+from tightfit.bill.stages import stage_layers
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run import DryRun
 from tightfit.planner.fractions import share_leaving, state_bytes
@@ -25,7 +29,9 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    PipelineSchedule,
     Policies,
+    QuantisationPolicy,
     ShardingPolicy,
     Tier,
 )
@@ -40,8 +46,8 @@ _STAYING = (
     Kind.OPTIMIZER_STATES,
     Kind.BUFFERS,
 )
-# Decides what layers leave, and ranks what is temporary beside it.
-_Layers = tuple[CheckpointingPolicy, AdapterPolicy | None, ShardingPolicy]
+# Decides what layers leave for backward.
+_Layers = tuple[CheckpointingPolicy, AdapterPolicy | None, QuantisationPolicy | None]
 
 
 @dataclass(frozen=True)
@@ -49,35 +55,38 @@ class _Seen:
     """The kinds of a batch at one moment, and the micro-batch that they are of.
 
     Attributes:
+        sharding: decides what is temporary beside what layers leave, and how much of that.
         kinds: on the device.
         of_layers: of the activations there, what certainly is not the loss's own; 0 in backward,
-            where a layer's are made again that the loss did not see.
+            where a layer's are made again that the loss did not see, and of a stage's layers.
         host_bytes: of activations that had left it.
     """
 
     loss: LossPolicy
+    sharding: ShardingPolicy
     sequences: int
     kinds: dict[Kind, int]
     of_layers: int
     host_bytes: int
 
-    def least_bytes(self, sequences: int, *, activations_stay: bool) -> int:
+    def least_bytes(self, policies: Policies, *, activations_stay: bool) -> int:
         """What another micro-batch takes at the same moment, at least."""
         kinds = dict(self.kinds)
         if not activations_stay:
             kinds.pop(Kind.ACTIVATIONS, None)
-        return int(sum(kinds.values()) * self._share(sequences))
+        return int(sum(kinds.values()) * self._share(policies))
 
-    def least_of_layers(self, sequences: int) -> int:
-        """The same of what layers leave, whatever the loss."""
-        return int(self.of_layers * self._share(sequences))
+    def least_of_layers(self, policies: Policies) -> int:
+        """The same of what layers leave, whatever the loss and however ranks divide the model."""
+        fewer = self.sharding.tensor_parallel / policies.sharding.tensor_parallel
+        return int(self.of_layers * self._share(policies) * min(1.0, fewer))
 
-    def least_host_bytes(self, sequences: int) -> int:
+    def least_host_bytes(self, policies: Policies) -> int:
         """The same of activations that leave."""
-        return int(self.host_bytes * self._share(sequences))
+        return int(self.host_bytes * self._share(policies))
 
-    def _share(self, sequences: int) -> float:
-        return min(1.0, sequences / self.sequences)
+    def _share(self, policies: Policies) -> float:
+        return min(1.0, policies.batch.micro_batch_size / self.sequences)
 
 
 @dataclass
@@ -99,7 +108,8 @@ class LowerBounds:
             self._beside[key] = {tier: _fixed(kinds) for tier, kinds in tiers.items()}
         own = self._at_most_of_the_loss(policies, run)
         forward = run.table.peaks.get(Phase.FORWARD, {}).get(Tier.DEVICE, {})
-        of_layers = max(0, forward.get(Kind.ACTIVATIONS, 0) - own)
+        staged = policies.sharding.pipeline_parallel > 1
+        of_layers = 0 if staged else max(0, forward.get(Kind.ACTIVATIONS, 0) - own)
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             tiers = run.table.peaks.get(phase, {})
             device = tiers.get(Tier.DEVICE, {})
@@ -107,6 +117,7 @@ class LowerBounds:
             self._seen[_layers(policies)].append(
                 _Seen(
                     policies.loss,
+                    policies.sharding,
                     policies.batch.micro_batch_size,
                     {kind: device.get(kind, 0) for kind in _OF_THE_BATCH},
                     of_layers if phase is Phase.FORWARD else 0,
@@ -115,17 +126,20 @@ class LowerBounds:
             )
 
     def states(self, policies: Policies, run: DryRun) -> MemoryTable:
-        """Model states alone, whatever the batch: gradients count where they are kept for long.
+        """Model states alone, whatever the batch: gradients count in the step, where all are there,
+        and earlier where they are kept from one micro-batch to the next.
 
         Args:
             run: of the same model and adapter.
         """
         tiers = state_bytes(run, policies)
-        tiers[Tier.DEVICE].pop(Kind.GRADIENTS, None)
         for kind, count in tiers[Tier.NVME].items():
             if kind is not Kind.GRADIENTS and (kind is not Kind.PARAMETERS or not run.frozen):
                 tiers[Tier.NVME][kind] = SLOTS * count
-        return MemoryTable({Phase.STEP: tiers})
+        earlier = {tier: dict(kinds) for tier, kinds in tiers.items()}
+        if policies.batch.accumulation_steps == 1:
+            earlier[Tier.DEVICE].pop(Kind.GRADIENTS, None)
+        return MemoryTable({Phase.FORWARD: earlier, Phase.STEP: tiers})
 
     def table(self, policies: Policies, run: DryRun) -> MemoryTable:
         """States and what the batch takes at least.
@@ -135,19 +149,31 @@ class LowerBounds:
         """
         least = self.states(policies, run)
         stay = policies.placement.activations is Tier.DEVICE
-        sequences = policies.batch.micro_batch_size
-        seen = self._seen[_layers(policies)]
-        same_loss = [one for one in seen if one.loss == policies.loss]
-        measured = _most(one.least_bytes(sequences, activations_stay=stay) for one in same_loss)
-        of_layers = self._least_of_layers(policies, run) if stay else 0
-        of_the_loss = self._least_of_the_loss(policies, run)
-        layer, end = _visiting(policies, run)
-        least_bytes = max(measured, layer, end + of_layers + of_the_loss)
-        least = least.plus(Tier.DEVICE, Kind.ACTIVATIONS, least_bytes)
+        states = sum(least.peaks[Phase.FORWARD][Tier.DEVICE].values())
+        device = self._least_on_device(policies, run, states, stay=stay)
+        least = least.plus(Tier.DEVICE, Kind.ACTIVATIONS, device, Phase.FORWARD)
         if not stay:
-            host = _most(one.least_host_bytes(sequences) for one in same_loss)
-            least = least.plus(Tier.HOST, Kind.ACTIVATIONS, host)
+            host = _most(one.least_host_bytes(policies) for one in self._of_same_loss(policies))
+            least = least.plus(Tier.HOST, Kind.ACTIVATIONS, host, Phase.FORWARD)
         return self._with_the_rest(policies, least)
+
+    def _least_on_device(self, policies: Policies, run: DryRun, states: int, *, stay: bool) -> int:
+        """What comes to the `states` of an average stage in forward or backward."""
+        layer, end = _visiting(policies, run)
+        measured = _most(
+            one.least_bytes(policies, activations_stay=stay) for one in self._of_same_loss(policies)
+        )
+        of_layers = self._least_of_layers(policies, run) if stay else 0
+        if policies.sharding.pipeline_parallel > 1:
+            return max(measured, _most(_beyond_average(policies, run, states, of_layers)))
+        of_the_loss = self._least_of_the_loss(policies, run)
+        return max(measured, layer, end + of_layers + of_the_loss)
+
+    def _of_same_loss(self, policies: Policies) -> Iterator[_Seen]:
+        """What was seen with the same loss on ranks that divide the model alike."""
+        for one in self._seen[_layers(policies)]:
+            if (one.loss, one.sharding) == (policies.loss, policies.sharding):
+                yield one
 
     def whatever_the_batch(self, policies: Policies, run: DryRun) -> MemoryTable:
         """States, what visits the device, and what was seen beside training.
@@ -156,7 +182,8 @@ class LowerBounds:
             run: of the same model and adapter.
         """
         visiting = max(_visiting(policies, run))
-        states = self.states(policies, run).plus(Tier.DEVICE, Kind.PARAMETERS, visiting)
+        states = self.states(policies, run)
+        states = states.plus(Tier.DEVICE, Kind.PARAMETERS, visiting, Phase.FORWARD)
         return self._with_the_rest(policies, states)
 
     def _with_the_rest(self, policies: Policies, step: MemoryTable) -> MemoryTable:
@@ -165,11 +192,11 @@ class LowerBounds:
         return MemoryTable({**step.peaks, **beside})
 
     def _least_of_layers(self, policies: Policies, run: DryRun) -> int:
-        """What layers leave when the loss begins: as seen with any loss, or their inputs alone."""
+        """What all layers of one micro-batch leave when the loss begins: as seen with any loss, or
+        their inputs alone, of which tensor ranks have all."""
         width = policies.precision.parameter_bytes
         inputs = run.shape.layers * self._tokens(policies) * run.shape.hidden_size * width
-        sequences = policies.batch.micro_batch_size
-        seen = (one.least_of_layers(sequences) for one in self._seen[_layers(policies)])
+        seen = (one.least_of_layers(policies) for one in self._seen[_layers(policies)])
         return max(inputs, _most(seen))
 
     def _least_of_the_loss(self, policies: Policies, run: DryRun) -> int:
@@ -179,7 +206,8 @@ class LowerBounds:
         if kind is LossKind.FULL:
             return 2 * _FP32_BYTES * self._tokens(policies) * vocabulary
         if kind is LossKind.CHUNKED and policies.adapter is None:
-            return _FP32_BYTES * vocabulary * run.shape.hidden_size
+            head = _FP32_BYTES * vocabulary * run.shape.hidden_size
+            return head // policies.sharding.tensor_parallel
         return 0
 
     def _at_most_of_the_loss(self, policies: Policies, run: DryRun) -> int:
@@ -207,6 +235,34 @@ def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
     return width * inside, width * end if leaves else 0
 
 
+def _beyond_average(policies: Policies, run: DryRun, states: int, of_layers: int) -> Iterator[int]:
+    """Of each stage: what its layers leave, and by how much its states exceed a stage's average.
+
+    Args:
+        states: of an average stage.
+        of_layers: what all layers leave of one micro-batch.
+    """
+    sharding, shape, steps = policies.sharding, run.shape, policies.batch.accumulation_steps
+    stages = sharding.pipeline_parallel
+    end = shape.vocab_size * shape.hidden_size
+    total = run.trainable + run.frozen + run.quantised
+    inside = max(0, total - (1 if shape.tied else 2) * end) // shape.layers
+    if run.quantised:  # a stage's bytes do not go with its parameters
+        yield of_layers // stages
+        return
+    for number, layers in enumerate(_stage_layers(shape.layers, inside, end, stages)):
+        own = len(layers) * inside + end * (number in (0, stages - 1))
+        gpipe = sharding.pipeline_schedule is PipelineSchedule.GPIPE
+        in_flight = steps if gpipe else min(steps, stages - number)
+        left = of_layers * len(layers) / shape.layers * in_flight
+        yield int(left + states * (own * stages / total - 1))
+
+
+@lru_cache
+def _stage_layers(layers: int, inside: int, end: int, stages: int) -> tuple[range, ...]:
+    return tuple(stage_layers([inside] * layers, end, end, stages))
+
+
 def _beside_training(policies: Policies) -> dict[Phase, Hashable]:
     """All that decides what is there before and after training, whatever the batch and the loss."""
     placement = policies.placement
@@ -230,7 +286,7 @@ def _fixed(kinds: Kinds) -> Kinds:
 
 
 def _layers(policies: Policies) -> _Layers:
-    return policies.checkpointing, policies.adapter, policies.sharding
+    return policies.checkpointing, policies.adapter, policies.quantisation
 
 
 def _most(counts: Iterable[int]) -> int:

@@ -92,8 +92,7 @@ def _without_tried(plan: Plan, path: Path) -> Plan:
     lighter = plan.lighter
     if lighter is None or not path.is_file():
         return plan
-    optimizer = plan.policies.optimizer
-    if replace(read_policies(path), optimizer=optimizer) != lighter.plan.policies:
+    if read_policies(path, plan.policies.optimizer) != lighter.plan.policies:
         return plan
     note = f"adapt tried {path} before, and no step was done with it; delete it to try again"
     return replace(plan, lighter=None, notes=(*plan.notes, note))
