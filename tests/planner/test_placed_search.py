@@ -20,10 +20,10 @@ from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun, Shape
 from tightfit.errors import ConfigError, DoesNotFitError
 from tightfit.facts import disk
+from tightfit.facts.disk import DiskRate
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
 from tightfit.planner import fitting, search
-from tightfit.planner.disk_rate import DiskRate
 from tightfit.planner.fractions import fraction_of, state_bytes, with_fraction
 from tightfit.planner.options import Options, options_of
 from tightfit.planner.placements import uses_disk
