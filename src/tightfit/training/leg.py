@@ -84,8 +84,11 @@ def run_leg(
     begun = time.perf_counter()
     answers: list[str] = []
     with MemoryWatch(device_of(run.hardware), enforced_bytes(run.job, plan)) as watch:
-        with _on_all_or_none() if opened is None else nullcontext():
+        may_fail = nullcontext if opened is not None else _on_all_or_none
+        # Each for itself, as ranks compare what they read before they read it.
+        with may_fail():
             loop = _build(run, plan, watch, observers)
+        with may_fail():
             start = _restored(run, loop)
         if opened is not None:
             opened()
@@ -134,6 +137,8 @@ def cut_short(job: Job, checkpoint: Path | None) -> str:
 
 @contextmanager
 def _on_all_or_none() -> Iterator[None]:
+    """Inside, a rank may fail where no other waits for it any more: ranks meet when groups are made
+    and before anything is loaded, and memory runs out where something is."""
     try:
         with together.failing_together(*_MAY_FAIL):
             yield
