@@ -10,14 +10,15 @@ from rich.console import Console
 from tests.monitor.test_history import entry
 from tests.planner.probe.machines import card_figures, host_figures, link_figures
 
+from tightfit.facts.presets import Card, find_card
 from tightfit.monitor.history import History
 from tightfit.planner.probe.figures import DiskFigures, Identity, PcieFigures, Probe
-from tightfit.report.probe import Nominal, pcie_remarks, show_history, show_probe
+from tightfit.report.probe import pcie_remarks, show_history, show_probe
 
-NOMINAL = Nominal({"fp32": 80e12, "bf16": 165e12}, 1000e9, 31.5e9, 4, 16)
+NOMINAL = find_card("rtx-4090")
 
 
-def probe() -> Probe:
+def probe(card: str = "NVIDIA GeForce RTX 4090") -> Probe:
     return Probe(
         schema=1,
         identity=Identity("a CPU", 2, None, ("GPU-a",), "580", "2.13"),
@@ -27,17 +28,17 @@ def probe() -> Probe:
         cores=2,
         host=(host_figures(1, 1.0), host_figures(2, 1.5)),
         matmul={"bf16": {64: 1e9}},
-        cards=(card_figures("GPU-a"),),
+        cards=(card_figures("GPU-a", name=card),),
         disk=DiskFigures("/data", 1, 10**12, 2**29, 3.5e9, 1.7e9),
         link=link_figures(),
         notes=("something disturbed it",),
     )
 
 
-def shown(nominal: dict[str, Nominal]) -> str:
+def shown(probe: Probe) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        show_probe(console, probe(), nominal)
+        show_probe(console, probe)
     return capture.get()
 
 
@@ -47,13 +48,13 @@ def row(text: str, start: str) -> list[str]:
 
 
 def test_every_figure_has_its_unit_and_its_share_of_what_is_published() -> None:
-    text = shown({"GPU-a": NOMINAL})
+    text = shown(probe())
     assert "2 cores usable, 2 NUMA nodes (0: 1 processors, 1: 1 processors)" in text
     assert row(text, "fp32 products, 1024 wide")[-4:] == ["80.0", "GFLOP/s", "120.0", "GFLOP/s"]
     assert row(text, "fused AdamW")[-4:] == ["700", "Mparam/s", "1,050", "Mparam/s"]
     assert row(text, "bf16 products, 4096 wide")[-1] == "91%"
     assert row(text, "memory, element-wise ")[-1] == "GB/s"
-    assert row(text, "host to card, page-locked")[-5:] == ["24.00", "GB/s", "31.50", "GB/s", "76%"]
+    assert row(text, "host to card, page-locked")[-5:] == ["24.00", "GB/s", "31.51", "GB/s", "76%"]
     assert row(text, "both at once, together")[-1] == "63%"
     assert "all-gather: 400 us and 0.50 GB/s of what each rank sends" in text
     assert "each of 2 ranks while all compute, with 1 thread:" in text
@@ -62,7 +63,7 @@ def test_every_figure_has_its_unit_and_its_share_of_what_is_published() -> None:
 
 
 def test_an_unknown_card_has_no_nominal_figures() -> None:
-    text = shown({})
+    text = shown(probe("A card that nobody knows"))
     assert row(text, "host to card, page-locked")[-4:] == ["24.00", "GB/s", "-", "-"]
 
 
@@ -80,7 +81,7 @@ def test_an_unknown_card_has_no_nominal_figures() -> None:
     ],
 )
 def test_what_is_wrong_with_a_slot(
-    pcie: PcieFigures | None, rate: float, nominal: Nominal | None, said: Sequence[str]
+    pcie: PcieFigures | None, rate: float, nominal: Card | None, said: Sequence[str]
 ) -> None:
     card = card_figures("GPU-a", pcie=pcie)
     card = dataclasses.replace(

@@ -92,7 +92,7 @@ def run(wanted: Wanted, *, as_json: bool) -> int:
     console = Console()
     for line in describe(hardware):
         console.print(Text(line), soft_wrap=True)
-    show_probe(console, probe, {})
+    show_probe(console, probe)
     console.print(Text(kept), soft_wrap=True)
     return 0
 

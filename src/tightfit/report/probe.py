@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from rich import box
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.facts.presets import Card, find_card
 from tightfit.monitor.history import History, RunEntry, errors_of, lean_of
 from tightfit.planner.probe.figures import (
     CardFigures,
@@ -30,35 +30,16 @@ _FAR = 0.1  # between two predictions that are worth a word
 _NARROW = 0.75  # of the nominal copy rate; below it something is wrong with the slot
 
 
-@dataclass(frozen=True)
-class Nominal:
-    """What the maker of a card publishes.
-
-    Attributes:
-        matmul: by type, dense.
-        pcie: of one direction, with the card's own generation and lanes.
-    """
-
-    matmul: Mapping[str, float]
-    memory: float
-    pcie: float
-    pcie_generation: int
-    pcie_lanes: int
-
-
-def show_probe(console: Console, probe: Probe, nominal: Mapping[str, Nominal]) -> None:
-    """Print a probe.
-
-    Args:
-        nominal: of cards by their UUID, as far as they are known.
-    """
+def show_probe(console: Console, probe: Probe) -> None:
+    """Print a probe; of cards that are known with what their makers publish beside it."""
     console.print(Text(_layout(probe)), soft_wrap=True)
     console.print(_host_table(probe.host))
     if probe.matmul:
         console.print(_types_table("CPU, 16-bit products", probe.matmul))
     for card in probe.cards:
-        console.print(_card_table(card, nominal.get(card.uuid)))
-        for said in pcie_remarks(card, nominal.get(card.uuid)):
+        published = find_card(card.name)  # by the driver's name
+        console.print(_card_table(card, published))
+        for said in pcie_remarks(card, published):
             console.print(Text(said, style="yellow"), soft_wrap=True)
     if probe.link is not None:
         console.print(Text(f"{probe.link.ranks} ranks over {probe.link.backend}", style="bold"))
@@ -101,7 +82,7 @@ def _types_table(title: str, matmul: Mapping[str, Mapping[int, float]]) -> Table
     return table
 
 
-def _card_table(card: CardFigures, nominal: Nominal | None) -> Table:
+def _card_table(card: CardFigures, nominal: Card | None) -> Table:
     """Measured, and where the card is known nominal and the share of it."""
     table = _table(card.name, "measured", "nominal", "reached")
 
@@ -110,13 +91,18 @@ def _card_table(card: CardFigures, nominal: Nominal | None) -> Table:
         table.add_row(name, said(value), *known)
 
     for name, rates in card.matmul.items():
-        published = None if nominal is None else nominal.matmul.get(name)
+        published = None if nominal is None else nominal.flops_per_second.get(name)
         widest = max(rates)
         row(f"{name} products, {widest} wide", rates[widest], published, _flops)
         for width in sorted(rates)[-2::-1]:
             table.add_row(f"  {width} wide", _flops(rates[width]), "", "")
-    row("memory, element-wise", card.memory, None if nominal is None else nominal.memory, _gb)
-    pcie = None if nominal is None else nominal.pcie
+    row(
+        "memory, element-wise",
+        card.memory,
+        None if nominal is None else nominal.memory_bytes_per_second,
+        _gb,
+    )
+    pcie = None if nominal is None else nominal.pcie.bytes_per_second
     row("host to card, page-locked", card.copies.to_card, pcie, _gb)
     row("card to host, page-locked", card.copies.to_host, pcie, _gb)
     row("both at once, together", card.copies.both, None if pcie is None else 2 * pcie, _gb)
@@ -127,11 +113,11 @@ def _card_table(card: CardFigures, nominal: Nominal | None) -> Table:
     return table
 
 
-def pcie_remarks(card: CardFigures, nominal: Nominal | None) -> Iterable[str]:
+def pcie_remarks(card: CardFigures, nominal: Card | None) -> Iterable[str]:
     """What is wrong with how a card is connected."""
     link = card.pcie
     if link is not None:
-        lanes = max(link.most_lanes, 0 if nominal is None else nominal.pcie_lanes)
+        lanes = max(link.most_lanes, 0 if nominal is None else nominal.pcie.lanes)
         if link.lanes < lanes:
             yield (
                 f"{card.name}: PCIe runs at x{link.lanes} of x{lanes}; look at the slot, the riser "
@@ -143,10 +129,10 @@ def pcie_remarks(card: CardFigures, nominal: Nominal | None) -> Iterable[str]:
                 f"{link.most_generation} right after copying; look at the mainboard's settings"
             )
     slower = min(card.copies.to_card, card.copies.to_host)
-    if nominal is not None and slower < _NARROW * nominal.pcie:
+    if nominal is not None and slower < _NARROW * nominal.pcie.bytes_per_second:
         yield (
-            f"{card.name}: copies reach {slower / nominal.pcie:.0%} of what PCIe "
-            f"{nominal.pcie_generation} x{nominal.pcie_lanes} carries"
+            f"{card.name}: copies reach {slower / nominal.pcie.bytes_per_second:.0%} of what "
+            f"{nominal.pcie} carries"
         )
 
 
