@@ -47,6 +47,7 @@ def test_a_plan_without_the_card(config: PretrainedConfig) -> None:
     runtime = runtime_bytes((8, 9)).total_bytes
     assert plan.bill.kinds_at_peak(Tier.DEVICE)[Kind.RUNTIME] == runtime
     assert plan.step_time.total > 0
+    assert plan.rates.source == "published"
     assert "times are for a described machine" in plan.notes[0]
     assert any("ram is not given" in note for note in planned(config, gpu="4090").notes)
 

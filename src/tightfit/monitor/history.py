@@ -46,7 +46,7 @@ class RunEntry:
         date: when it ended, ISO 8601, UTC.
         device: the card's name, or the CPU's.
         policies: in words.
-        rates: what the prediction was made from: `probe`, `quick`, `given`.
+        rates: what the prediction was made from, see `plan.RatesNote`.
         steps: whose median was taken.
         parts: predicted seconds by part, and measured ones of `step` and `communication`.
         versions: of torch and tightfit.

@@ -126,7 +126,7 @@ class StepTime:
         return {**self.__dict__, "total": self.total}
 
 
-RatesSource = Literal["probe", "quick", "given"]
+RatesSource = Literal["probe", "quick", "published", "given"]
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class RatesNote:
     """Where the rates of a step time come from.
 
     Attributes:
-        source: `probe` of this machine, `quick` measuring while it was planned, or `given` by
-            whoever asked for the plan.
+        source: `probe` of this machine, `quick` measuring while it was planned, `published` of a
+            machine that is described, or `given` by whoever asked for the plan.
         said: the same in a sentence or two; empty where there is nothing to say.
     """
 

@@ -111,8 +111,9 @@ def _prepare(
     options = model_options(job, fields_of(config), precision, on_card=card is not None)
     check_engine_can(options.plain())
     machine = machine_of(job)
+    note = RatesNote("given")
     if rates is None and machine is not None:
-        rates = described_rates(machine, precision)
+        rates, note = described_rates(machine, precision), RatesNote("published")
     device = torch.device("cpu" if card is None else "cuda")
     if rates is None and card is not None and not torch.cuda.is_available():
         raise UnsupportedError(
@@ -120,7 +121,7 @@ def _prepare(
             "is planned for, like gpu: rtx-4090"
         )
     known = (
-        _RatesHere(rates, RatesNote(), None)
+        _RatesHere(rates, note, None)
         if rates is not None
         else _rates_here(job, hardware, device, precision, threads)
     )
