@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tightfit.dry_run.fakes import fake_tensors, make_fake
 from tightfit.engine.adapter import apply_adapter, import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.checkpointing import apply_checkpointing
@@ -105,6 +106,33 @@ def test_bitsandbytes_does_not_warn_of_what_adapters_do_not_need() -> None:
     """On some processors it says at import that kernels for inference are missing."""
     import_library()
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+
+
+def test_a_layer_draws_the_same_adapter_whichever_others_there_are(make_model: Make) -> None:
+    """A pipeline stage has some of the layers, and begins as one process does."""
+
+    def drawn(seed: int, layers: int) -> dict[str, torch.Tensor]:
+        model = make_model(num_hidden_layers=layers)
+        torch.manual_seed(seed)
+        adapted = apply_adapter(model, AdapterPolicy(rank=2))
+        return {name: p for name, p in adapted.named_parameters() if "lora_A" in name}
+
+    few, more, other = drawn(1, 1), drawn(1, 3), drawn(2, 1)
+    assert all(torch.equal(value, more[name]) for name, value in few.items())
+    assert not any(torch.equal(value, other[name]) for name, value in few.items())
+    values = list(more.values())
+    assert not any(torch.equal(values[0], v) for v in values[1:] if v.shape == values[0].shape)
+    assert all(0 < value.std() < 1 for value in values)
+
+
+def test_drawing_adapters_changes_no_other_draw(make_model: Make) -> None:
+    """Beyond what peft draws: a dry run, whose tensors are fake, leaves the random state alone."""
+    model = make_model()
+    before = torch.get_rng_state()
+    with fake_tensors():
+        make_fake(model)
+        apply_adapter(model, AdapterPolicy(rank=2))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_experts_kept_together_are_adapted_too() -> None:

@@ -1,14 +1,19 @@
 """LoRA adapters on a frozen base, through peft.
 
-Knows nothing of other techniques; the model it returns trains and saves as any peft model.
+Values are peft's own, but every layer draws its from a seed made of its name: so a pipeline stage,
+which has some of the layers, begins with what one process would have there. Knows nothing of other
+techniques; the model it returns trains and saves as any peft model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import warnings
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +31,8 @@ def import_library() -> None:
 
 def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Module:
     """The model with adapters and everything else frozen, or the model itself without a policy.
+
+    What adapters begin with depends on torch's random state, as with peft.
 
     Raises:
         ConfigError: a target names no module of the model.
@@ -61,8 +68,30 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
         # itself renamed where experts are stored together.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         warnings.filterwarnings("ignore", "The following .*_pattern keys", RuntimeWarning)
+        seed = _random_state()
         adapted: nn.Module = get_peft_model(model, config)
+    _draw_by_name(adapted, seed)
     return adapted
+
+
+def _random_state() -> bytes:
+    """What torch would draw from next."""
+    with _disable_current_modes():
+        return torch.get_rng_state().numpy().tobytes()
+
+
+def _draw_by_name(adapted: nn.Module, seed: bytes) -> None:
+    """Draw the values of each layer's adapter again; what torch draws next is not changed."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = {n: m for n, m in adapted.named_modules() if isinstance(m, LoraLayer)}
+    devices = {p.device for layer in layers.values() for p in layer.parameters() if p.is_cuda}
+    with torch.random.fork_rng([device.index or 0 for device in devices]):
+        for name, layer in layers.items():
+            digest = hashlib.sha256(seed + name.encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8]) % 2**63)
+            for adapter in layer.r:
+                layer.reset_lora_parameters(adapter, init_lora_weights=True)
 
 
 def _stores_transposed(model: nn.Module) -> bool:
