@@ -4,9 +4,9 @@
 
 Starts one process per rank on gloo for each number of ranks in the set, which run all its cases one
 after the other, and meanwhile runs the same alone and on fake tensors. For each run FOLDER gets
-`NAME.json` (losses, norms, and the ledger's table of each step) and `NAME.safetensors` (the
-parameters afterwards, whole). The processes are forked after the imports, which take longer than
-everything else.
+`NAME.json` (losses, norms, device bytes after each step and the ledger's table of it) and
+`NAME.safetensors` (the parameters afterwards, whole). The processes are forked after the imports,
+which take longer than everything else.
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
 families of models, `tp2` (ranks that share matrices), `pp2` (stages of a pipeline), `hsdp2`
@@ -230,6 +230,8 @@ PIPELINE = {
         "0 pp2 host four slice short",
         "0 pp2 away four untied",
         "0 pp2 moe four empty",
+        "0 pp2 lora four empty",
+        "0 pp2 wide qlora four empty",
     ],
     3: ["0 pp3 four", "0 pp3 empty four untied chunk late"],
     4: [
@@ -242,7 +244,38 @@ PIPELINE = {
         "0 pp2 tp2 accumulate chunk untied",
     ],
 }
+# Every mode there is, by its name: how many ranks, and a case. SmolLM2's 9 heads go to 3 ranks.
+MODES = {
+    "DP (ZeRO-0)": (2, "0"),
+    "ZeRO-1": (2, "1"),
+    "ZeRO-2": (2, "2"),
+    "ZeRO-3": (2, "3"),
+    "HSDP": (4, "3 hsdp2"),
+    "TP": (2, "0 tp2"),
+    "PP": (2, "0 pp2 four"),
+    "DP + TP": (4, "0 tp2"),
+    "DP + PP": (4, "0 pp2 four"),
+    "TP + PP": (4, "0 tp2 pp2 four"),
+    "ZeRO-3 + TP": (4, "3 tp2"),
+    "ZeRO-3 + PP": (4, "3 pp2 four"),
+    "ZeRO-3 + TP + PP": (8, "3 tp2 pp2 four"),
+}
+MODELS = {
+    "Llama": "untied",
+    "Qwen2, tied": "qwen2",
+    "Qwen3-MoE": "moe untied",
+    "SmolLM2": "smollm2",
+}
+WAYS = ["checkpoint", "accumulate", "lora", "wide qlora", "host", "away", "bf16"]
 SETS = {"pipeline": PIPELINE, "sharding": SHARDING, "tensor": TENSOR, "grid": GRID}
+
+
+def of_mode(mode: str, words: str) -> tuple[int, str]:
+    """How many ranks a model, or a way, takes in a mode, and the case."""
+    ranks, case = MODES[mode]
+    if words == "smollm2" and "tp2" in case:
+        ranks, case = ranks * 3 // 2, case.replace("tp2", "tp3")
+    return ranks, f"{case} {words}"
 
 
 def main(folder: Path, chosen: str) -> None:
@@ -341,7 +374,7 @@ def run(
     model = make_model(policies, words)
     if policies.adapter is None:  # adapters are drawn while the model is fitted
         torch.manual_seed(rank or 0)
-    counting, losses, norms = Ledger(), [], []
+    counting, losses, norms, rest = Ledger(), [], [], []
     with counting:
         on_host = policies.placement.parameters is not Tier.DEVICE
         values = None
@@ -361,9 +394,10 @@ def run(
             del batches
         losses.append(loss)
         norms.append(norm)
+        rest.append(counting.total_bytes(Tier.DEVICE))
     if "read" in words and dist.is_initialized() and not fake:
         read_what_is_away(engine)
-    numbers = {"losses": losses, "norms": norms}
+    numbers = {"losses": losses, "norms": norms, "rest": rest}
     return counting, numbers, {} if fake else whole_parameters(engine)
 
 
