@@ -11,6 +11,7 @@ from tightfit.policies import (
     BatchPolicy,
     LossPolicy,
     OptimizerPolicy,
+    PipelineSchedule,
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
@@ -18,6 +19,8 @@ from tightfit.policies import (
     ShardingPolicy,
     Tier,
 )
+
+INTERLEAVED = PipelineSchedule.INTERLEAVED
 
 
 def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel_ranks() -> None:
@@ -39,6 +42,9 @@ def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel_rank
         (ShardingPolicy(8, 3, replicas=3), r"take one of \[2, 4\]"),
         (ShardingPolicy(8, 3, replicas=8), r"take one of \[2, 4\]"),
         (ShardingPolicy(4, 1, 2, replicas=2), "leave replicas out"),
+        (ShardingPolicy(2, pipeline_schedule=INTERLEAVED, virtual_stages=2), "without a pipeline"),
+        (ShardingPolicy(2, 0, 1, 2, 1, INTERLEAVED), "interleaved needs 2 or more"),
+        (ShardingPolicy(2, 0, 1, 2, virtual_stages=2), "the others have 1"),
     ],
 )
 def test_ranks_that_cannot_be_shared_out_are_refused(

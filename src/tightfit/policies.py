@@ -66,6 +66,7 @@ class PipelineSchedule(StrEnum):
 
     ONE_FORWARD_ONE_BACKWARD = "1f1b"  # a stage has as many in flight as stages come after it, +1
     GPIPE = "gpipe"  # all forwards, then all backwards: every micro-batch is in flight
+    INTERLEAVED = "interleaved"  # 1f1b over several runs of layers on each stage: it waits less
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class ShardingPolicy:
         replicas: whole copies of what data-parallel ranks share out (HSDP): each is shared by
             `data_parallel / replicas` of them. Stage 0 shares nothing, so every rank has a copy.
         pipeline_schedule: where there are stages.
+        virtual_stages: runs of layers that each stage has, more than one if interleaved.
     """
 
     ranks: int = 1
@@ -89,6 +91,7 @@ class ShardingPolicy:
     pipeline_parallel: int = 1
     replicas: int = 1
     pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
+    virtual_stages: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -318,6 +321,7 @@ def _check_sharding(sharding: ShardingPolicy) -> None:
         sharding.tensor_parallel,
         sharding.pipeline_parallel,
         sharding.replicas,
+        sharding.virtual_stages,
     )
     if min(sizes) < 1 or sharding.zero_stage not in (0, 1, 2, 3):
         raise UnsupportedError("ranks and parallel sizes start at 1; zero_stage is 0, 1, 2 or 3")
@@ -328,7 +332,22 @@ def _check_sharding(sharding: ShardingPolicy) -> None:
             f"{sharding.tensor_parallel} x pipeline parallel {sharding.pipeline_parallel}; "
             f"take a multiple of {width}"
         )
+    _check_virtual_stages(sharding)
     _check_replicas(sharding)
+
+
+def _check_virtual_stages(sharding: ShardingPolicy) -> None:
+    interleaved = sharding.pipeline_schedule is PipelineSchedule.INTERLEAVED
+    if interleaved and sharding.pipeline_parallel == 1:
+        raise UnsupportedError(
+            "pipeline_schedule interleaved without a pipeline: set pipeline_parallel_size 2 or "
+            "more, or leave it out"
+        )
+    if interleaved != (sharding.virtual_stages > 1):
+        raise UnsupportedError(
+            f"virtual_pipeline_stages {sharding.virtual_stages} with pipeline_schedule "
+            f"{sharding.pipeline_schedule}: interleaved needs 2 or more, the others have 1"
+        )
 
 
 def _check_replicas(sharding: ShardingPolicy) -> None:

@@ -52,3 +52,10 @@ def test_no_other_way_has_a_lighter_heaviest_stage(
     found = stage_layers(layers, embedding, head, stages)
     every = combinations(range(1, len(layers)), stages - 1)
     assert heaviest(tuple(one.stop for one in found[:-1])) == min(map(heaviest, every))
+
+
+def test_chunks_of_a_stage_are_runs_in_turn() -> None:
+    found = stage_layers([1] * 8, 1, 1, stages=2, chunks=2)
+    assert found == stage_layers([1] * 8, 1, 1, stages=4), "run r is stage r % 2's"
+    with pytest.raises(UnsupportedError, match=r"2 x virtual_pipeline_stages 3 = 6 is more than"):
+        stage_layers([1] * 5, 1, 1, stages=2, chunks=3)

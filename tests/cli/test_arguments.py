@@ -74,6 +74,10 @@ BESIDE = {
     "nvme": ("--gpu", "4090"),
     "interconnect": ("--gpu", "4090"),
     "network": ("--gpu", "4090", "--nnodes", "2"),
+    "virtual_pipeline_stages": (
+        *("--num_gpus", "2", "--pipeline_parallel_size", "2"),
+        *("--pipeline_schedule", "interleaved"),
+    ),
 }
 # Text that not just any text will do for.
 WORDS = {"gpu": "2x4090", "interconnect": "pcie4", "network": "25gb"}
@@ -227,6 +231,12 @@ def test_tables_of_names_agree() -> None:
         (
             {"num_gpus": 3, "nnodes": 2, "tensor_parallel_size": 4},
             "num_gpus 3 x nnodes 2 is not a multiple of",
+        ),
+        ({"pipeline_schedule": "interleaved"}, "needs pipeline_parallel_size 2 or more"),
+        ({"virtual_pipeline_stages": 1}, "1 is not accepted; it must be a whole number"),
+        (
+            {"num_gpus": 2, "pipeline_parallel_size": 2, "virtual_pipeline_stages": 2},
+            "virtual_pipeline_stages 2 is for pipeline_schedule interleaved, and it is 1f1b",
         ),
         (
             {"nnodes": 2, "node_rank": 2},

@@ -126,6 +126,21 @@ def test_gpipe_has_every_micro_batch_in_flight() -> None:
     assert activations(all_first, 8) > 1.8 * activations(all_first, 4)
 
 
+def test_interleaved_stages_have_more_in_flight_and_few_stand_for_many() -> None:
+    """Two chunks of one layer each: forward of three micro-batches has 2 (p - 1) + p + 1 = 5 halves
+    on the first stage, where 1F1B has 2 wholes. A group of three has one more."""
+    order = {"pipeline_schedule": PipelineSchedule.INTERLEAVED, "virtual_stages": 2}
+
+    def activations(micro_batches: int, **order: Any) -> int:
+        sharding = ShardingPolicy(2, pipeline_parallel=2, **order)
+        found = run(batch=BatchPolicy(1, micro_batches), sharding=sharding)
+        return found.table.peaks[Phase.FORWARD][Tier.DEVICE][Kind.ACTIVATIONS]
+
+    assert activations(16, **order) == activations(8, **order)
+    assert activations(8, **order) > 1.1 * activations(8)
+    assert activations(9, **order) > activations(8, **order)
+
+
 OPTIMIZERS = [OptimizerName.ADAMW, OptimizerName.ADAFACTOR, OptimizerName.LION_8BIT]
 PLACEMENTS = [
     PlacementPolicy(Tier.HOST, Tier.HOST, optimizer_fraction=0.5),

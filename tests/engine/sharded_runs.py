@@ -9,12 +9,12 @@ after the other, and meanwhile runs the same alone and on fake tensors. For each
 which take longer than everything else.
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
-families of models, `tp2` (ranks that share matrices), `pp2` (stages of a pipeline), `hsdp2`
-(replicas), `untied`, `empty` (the model has no values until it is shared out), `short` (steps of
-fewer micro-batches than planned) and what happens in one of the steps: `peek` (an evaluation
-between backward and step), `discard` (a backward that is given up), `fail` (one that breaks off in
-the middle), `inf` (one rank's gradients are not finite) and `off` (the ledger is off). `read` looks
-at parameters that are away, at the end.
+families of models, `tp2` (ranks that share matrices), `pp2` (stages of a pipeline), `chunks2`
+(interleaved ones), `hsdp2` (replicas), `untied`, `deep` (more layers), `empty` (the model has no
+values until it is shared out), `short` (steps of fewer micro-batches than planned) and what happens
+in one of the steps: `peek` (an evaluation between backward and step), `discard` (a backward that is
+given up), `fail` (one that breaks off in the middle), `inf` (one rank's gradients are not finite)
+and `off` (the ledger is off). `read` looks at parameters that are away, at the end.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ OPTIMIZER = OptimizerPolicy(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "accumulate": {"batch": BatchPolicy(MICRO_BATCH, 2)},
     "four": {"batch": BatchPolicy(MICRO_BATCH, 4)},
+    "five": {"batch": BatchPolicy(MICRO_BATCH, 5)},
     "checkpoint": {"checkpointing": CheckpointingPolicy(True)},
     "chunk": {"loss": LossPolicy(LossKind.CHUNKED, 5)},
     "slice": {"loss": LossPolicy(LossKind.SLICED, slice_rows=7)},
@@ -232,12 +233,24 @@ PIPELINE = {
         "0 pp2 moe four empty",
         "0 pp2 lora four empty",
         "0 pp2 wide qlora four empty",
+        "0 pp2 chunks2 deep four peek",
+        "0 pp2 chunks3 deep five untied empty chunk",
+        "0 pp2 chunks2 deep five checkpoint away short",
+        "0 pp2 chunks2 deep moe lora accumulate empty",
     ],
-    3: ["0 pp3 four", "0 pp3 empty four untied chunk late"],
+    3: [
+        "0 pp3 four",
+        "0 pp3 empty four untied chunk late",
+        "0 pp3 chunks2 deep five gemma2 eager",
+    ],
     4: [
+        "1 pp2 chunks2 deep four",
+        "2 pp2 chunks2 deep five untied empty",
+        "3 pp2 chunks2 deep four checkpoint host peek",
+        "0 pp2 chunks2 tp2 deep four untied",
         "0 pp2 accumulate",
         "1 pp2 four empty",
-        "2 pp2 four untied peek",
+        "2 pp2 four untied peek discard",
         "3 pp2 four empty checkpoint",
         "3 pp2 four gpipe host",
         "0 pp2 tp2 four checkpoint",
@@ -259,6 +272,8 @@ MODES = {
     "ZeRO-3 + TP": (4, "3 tp2"),
     "ZeRO-3 + PP": (4, "3 pp2 four"),
     "ZeRO-3 + TP + PP": (8, "3 tp2 pp2 four"),
+    "PP, interleaved": (2, "0 pp2 chunks2 deep four"),
+    "ZeRO-3 + PP, interleaved": (4, "3 pp2 chunks2 deep four"),
 }
 MODELS = {
     "Llama": "untied",
@@ -406,12 +421,13 @@ def policies_of(case: str, ranks: int) -> Policies:
     techniques = [TECHNIQUES[word] for word in words if word in TECHNIQUES]
     chosen = {key: value for technique in techniques for key, value in technique.items()}
     chosen.setdefault("batch", BatchPolicy(MICRO_BATCH))
-    tensor, replicas, pipeline = (
+    tensor, replicas, pipeline, chunks = (
         next((int(word.removeprefix(name)) for word in words if word.startswith(name)), 1)
-        for name in ("tp", "hsdp", "pp")
+        for name in ("tp", "hsdp", "pp", "chunks")
     )
-    schedule = PipelineSchedule("gpipe" if "gpipe" in words else "1f1b")
-    sharding = ShardingPolicy(ranks, int(stage), tensor, pipeline, replicas, schedule)
+    order = "interleaved" if chunks > 1 else "gpipe" if "gpipe" in words else "1f1b"
+    schedule = PipelineSchedule(order)
+    sharding = ShardingPolicy(ranks, int(stage), tensor, pipeline, replicas, schedule, chunks)
     return Policies(**chosen, optimizer=OPTIMIZER, sharding=sharding)
 
 
@@ -425,6 +441,8 @@ def make_model(policies: Policies, words: list[str]) -> PreTrainedModel:
 def config_of(words: list[str]) -> PretrainedConfig:
     changes = next((FAMILIES[word] for word in words if word in FAMILIES), {})
     fields = {"model_type": "llama", **SIZES, "tie_word_embeddings": "untied" not in words}
+    if "deep" in words:
+        fields["num_hidden_layers"] = 7
     return load_config({**fields, **changes})
 
 
@@ -473,7 +491,10 @@ def one_step(
     """Loss and norm."""
     total = 0.0
     if "discard" in unusual:
-        engine.backward(engine.loss(*batches[0], TRAINED_TOKENS))
+        if engine.is_stage:
+            engine.forward_backward(batches, TRAINED_TOKENS)
+        else:
+            engine.backward(engine.loss(*batches[0], TRAINED_TOKENS))
         engine.discard_gradients()
     if "fail" in unusual:
         fail_midway(engine, *batches[0])

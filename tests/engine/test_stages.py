@@ -116,6 +116,26 @@ def test_every_stage_has_its_own_layers_and_ends(make_model: Any) -> None:
     assert sum(map(len, kept)) == len(whole), "each is on one stage"
 
 
+def test_interleaved_stages_have_runs_of_layers_in_turn(make_model: Any) -> None:
+    models = [make_model(num_hidden_layers=5, tie_word_embeddings=False) for _ in range(2)]
+    expected = [tuple(layer.parameters()) for layer in models[0].model.layers]
+    stages = [apply_stage(model, number, 2, 2) for number, model in enumerate(models)]
+    first = stages[0]
+    assert [chunk.is_last for stage in stages for chunk in stage.chunks] == [False] * 3 + [True]
+    assert first.chunks[0].entrance is None
+    assert first.chunks[1].entrance is not None
+    numbers = [
+        {n for n, layer in enumerate(model.model.layers) if not isinstance(layer, Absent)}
+        for model in models
+    ]
+    assert numbers[0] | numbers[1] == set(range(5))
+    assert not numbers[0] & numbers[1]
+    kept = [tuple(models[0].model.layers[n].parameters()) for n in sorted(numbers[0])]
+    assert kept == [expected[n] for n in sorted(numbers[0])]
+    assert isinstance(models[0].lm_head, Absent)
+    assert isinstance(models[1].model.embed_tokens, Absent)
+
+
 def test_the_last_stage_knows_a_tied_embedding_by_its_name(make_model: Any) -> None:
     model = make_model()
     stage = apply_stage(model, 1, 2)
@@ -138,6 +158,8 @@ def test_what_cannot_be_cut_is_refused(make_model: Any) -> None:
         apply_stage(gpt2(), 0, 2)
     with pytest.raises(UnsupportedError, match="more than the model's 2 layers"):
         apply_stage(make_model(), 0, 3)
+    with pytest.raises(UnsupportedError, match=r"2 x virtual_pipeline_stages 2 = 4 .* 2 layers"):
+        apply_stage(make_model(), 0, 2, 2)
     odd = make_model()
     odd.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(UnsupportedError, match=r"model\.extra.*not in its pipeline plan"):

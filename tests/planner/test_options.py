@@ -17,6 +17,7 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    PipelineSchedule,
     PlacementPolicy,
     Policies,
     ShardingPolicy,
@@ -108,6 +109,11 @@ def test_the_leanest_have_the_loss_that_is_asked_for(job: MakeJob, loss: str) ->
             {"num_gpus": 4, "data_parallel_replicas": 2, "zero_stage": 3},
             "sharding",
             ShardingPolicy(4, 3, replicas=2),
+        ),
+        (
+            {"num_gpus": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"},
+            "sharding",
+            ShardingPolicy(2, 0, 1, 2, 1, PipelineSchedule.INTERLEAVED, virtual_stages=2),
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""Whole training runs on two real ranks, for test_ranks.py.
+"""Whole training runs on real ranks, for test_ranks.py.
 
-Two processes on gloo are forked and run all cases one after the other, in pairs that go on from one
-another; a case's results are written to its folder by rank 0.
+Processes on gloo are forked and run all cases of so many ranks one after the other, in pairs that
+go on from one another; a case's results are written to its folder by rank 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from tightfit.planner.plan import Plan
 from tightfit.policies import BatchPolicy, OptimizerName, ShardingPolicy
 from tightfit.training import run as runs
 
-RANKS = 2
 RESULTS = "results.json"
 
 
@@ -33,16 +32,13 @@ class Leg:
     """A run, or a part of one.
 
     Attributes:
-        ranks: 1, or 2 real ones.
-        tensor: how many of them share each layer's matrices.
-        stages: how many of them share the layers out.
+        ranks: 1, or several real ones.
+        sharding: how they share the run.
         until: its last step.
     """
 
     ranks: int
-    zero_stage: int
-    tensor: int
-    stages: int
+    sharding: ShardingPolicy
     until: int
     keys: Mapping[str, Any]
 
@@ -52,7 +48,7 @@ def run_leg(leg: Leg, plan: Plan, job: Mapping[str, Any], folder: Path, *, resum
     made = Job(**{**job, **leg.keys, "max_steps": leg.until, "output_dir": str(folder)})
     prepared = runs.prepare(made.model_copy(update={"resume": resume}))
     micro = 1 if leg.ranks > 1 else 2
-    sharding = ShardingPolicy(leg.ranks, leg.zero_stage, leg.tensor, leg.stages)
+    sharding = leg.sharding
     batch = BatchPolicy(micro, made.global_batch_size // micro // sharding.data_parallel)
     policies = replace(
         plan.policies,
@@ -71,12 +67,16 @@ def run_leg(leg: Leg, plan: Plan, job: Mapping[str, Any], folder: Path, *, resum
 
 
 def on_ranks(
-    work: Sequence[tuple[Any, ...]], folder: Path, call: Callable[..., None] | None = None
+    ranks: int,
+    work: Sequence[tuple[Any, ...]],
+    folder: Path,
+    call: Callable[..., None] | None = None,
 ) -> None:
-    """Call `run_leg`, or another function, with each of `work` on two ranks."""
+    """Call `run_leg`, or another function, with each of `work` on so many ranks."""
     context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=_rank, args=(number, work, folder, call)) for number in range(RANKS)
+        context.Process(target=_rank, args=(number, ranks, work, folder, call))
+        for number in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -92,15 +92,16 @@ def on_ranks(
 
 def _rank(
     rank: int,
+    ranks: int,
     work: Sequence[tuple[Any, ...]],
     folder: Path,
     call: Callable[..., None] | None,
 ) -> None:
     torch.set_num_threads(1)
     import_library()
-    store = dist.FileStore(str(folder / "store"), RANKS)
+    store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=3)
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
     )
     for arguments in work:
         if call is not None:

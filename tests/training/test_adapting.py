@@ -82,7 +82,7 @@ def folders(
                 plans[str(its_keys)] = make_plan(prepare(Job(**(job | alone))))
             plan = chain(plans[str(its_keys)], stages)
             work.append((job | {"adapt": True}, plan, root / name, limits))
-    on_ranks(work, root, run_and_adapt)
+    on_ranks(2, work, root, run_and_adapt)
     return root
 
 

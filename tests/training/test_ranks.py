@@ -1,4 +1,5 @@
-"""Runs on two ranks are the run on one, also where they go on from each other's checkpoints."""
+"""Runs on two and four ranks are the run on one, also where they go on from each other's
+checkpoints."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from tightfit.facts.job import Job
 from tightfit.planner import search
 from tightfit.planner.plan import Plan
 from tightfit.planner.rates import Rates
+from tightfit.policies import ShardingPolicy
 from tightfit.training.run import make_plan, prepare
 
 STEPS = 5  # the third has one sequence for two ranks: an epoch of 9 in batches of 4
@@ -32,9 +34,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "held": {"val_size": 1},
 }
 LATER = 3
-TENSOR, STAGES = "tensor", "stages"
+TENSOR = {"tensor_parallel": 2}
+STAGES = {"pipeline_parallel": 2}
+STAGES_3 = STAGES | {"zero_stage": 3}
 # Legs by the number of ranks, the stage (or what else they share) and the last step.
-CASES: dict[str, list[tuple[int, int | str, int]]] = {
+CASES: dict[str, list[tuple[int, int | dict[str, int], int]]] = {
     "full on 1": [(1, 0, STEPS)],
     "full on 2, stage 0": [(2, 0, STEPS)],
     "full on 2, stage 1": [(2, 1, STEPS)],
@@ -54,8 +58,19 @@ CASES: dict[str, list[tuple[int, int | str, int]]] = {
     "full from stage 3 to stages": [(2, 3, LATER), (2, STAGES, STEPS)],
     "full from stages to stage 1": [(2, STAGES, LATER), (2, 1, STEPS)],
     "8bit from stages to 1": [(2, STAGES, LATER), (1, 0, STEPS)],
-    # Adapters are drawn on each stage for itself, so one rank begins.
-    "lora from 1 to stages": [(1, 0, LATER), (2, STAGES, STEPS)],
+    "lora in stages": [(2, STAGES, STEPS)],
+    "lora from stages to 1": [(2, STAGES, LATER), (1, 0, STEPS)],
+    "full from stages and stage 3 to 1": [(4, STAGES_3, LATER), (1, 0, STEPS)],
+    "full from 1 to stages and stage 3": [(1, 0, LATER), (4, STAGES_3, STEPS)],
+    "full from stages and tensor to 1": [(4, STAGES | TENSOR, LATER), (1, 0, STEPS)],
+    "full from stages and stage 3 to stages and tensor": [
+        (4, STAGES_3, LATER),
+        (4, STAGES | TENSOR, STEPS),
+    ],
+    "lora from stages and tensor to stages and stage 3": [
+        (4, STAGES | TENSOR, LATER),
+        (4, STAGES_3, STEPS),
+    ],
     "away in stages": [(2, STAGES, STEPS)],
     "lora on 1": [(1, 0, STEPS)],
     "lora on 2, stage 3": [(2, 3, STEPS)],
@@ -85,7 +100,7 @@ TOLERANCE = dict.fromkeys(KINDS, 1e-5) | {"8bit": 5e-3}
 def folders(
     tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path, rows: Path, rates: Rates
 ) -> Path:
-    """A folder of results for each case; all legs of two ranks in one start of them."""
+    """A folder of results for each case; all legs of as many ranks in one start of them."""
     root = tmp_path_factory.mktemp("ranks")
     job: dict[str, Any] = PLAIN | {
         "model_name_or_path": str(tiny_model_folder),
@@ -114,22 +129,23 @@ def _run_all(
     legs: list[tuple[str, int]], plans: dict[str, Plan], job: dict[str, Any], root: Path
 ) -> None:
     """The first, or the second, legs of all cases."""
-    together = []
+    together: dict[int, list[tuple[Any, ...]]] = {}
     for name, number in legs:
         if len(CASES[name]) < number:
             continue
         ranks, shared, until = CASES[name][number - 1]
         kind = name.split()[0]
-        stage = shared if isinstance(shared, int) else 0
-        tensor, stages = (ranks if shared == word else 1 for word in (TENSOR, STAGES))
-        leg = Leg(ranks, stage, tensor, stages, until, KINDS[kind])
+        sharing = shared if isinstance(shared, dict) else {"zero_stage": shared}
+        leg = Leg(ranks, ShardingPolicy(ranks, **sharing), until, KINDS[kind])
         if ranks == 1:
             run_leg(leg, plans[kind], job, root / name, resume=number > 1)
         else:
-            together.append((leg, plans[kind], job, root / name, number > 1))
-    folder = root / f"legs {legs[0][1]}"
-    folder.mkdir()
-    on_ranks(together, folder)
+            work = (leg, plans[kind], job, root / name, number > 1)
+            together.setdefault(ranks, []).append(work)
+    for ranks, work in together.items():
+        folder = root / f"legs {legs[0][1]} of {ranks}"
+        folder.mkdir()
+        on_ranks(ranks, work, folder)
 
 
 def results(root: Path, name: str) -> dict[str, Any]:

@@ -99,10 +99,10 @@ def model_state_bytes(
         quantised: number of frozen parameters stored in few bits.
         master: how masters are kept; as the optimizer's policy says when None.
     """
-    stages = policies.sharding.pipeline_parallel
-    model = ModelTensors.flat(trainable, frozen, quantised, layers=stages)
+    stages, chunks = policies.sharding.pipeline_parallel, policies.sharding.virtual_stages
+    model = ModelTensors.flat(trainable, frozen, quantised, layers=stages * chunks)
     shapes = _Shapes(policies, master, resident_layers=0, momentum=False, exact=False)
-    table = shapes.stage_bytes(model.stage(0, stages))
+    table = shapes.stage_bytes(model.stage(0, stages, chunks))
     if policies.optimizer.name is OptimizerName.ADAFACTOR:
         table.get(policies.placement.optimizer_states, {}).pop(Kind.OPTIMIZER_STATES, None)
     return table
@@ -139,9 +139,9 @@ def tensor_state_bytes(
 
     The fullest rank is the first one of the pipeline stage that takes most on the device.
     """
-    stages = policies.sharding.pipeline_parallel
+    stages, chunks = policies.sharding.pipeline_parallel, policies.sharding.virtual_stages
     shapes = _Shapes(policies, master, resident_layers, momentum, exact=True)
-    tables = [shapes.stage_bytes(model.stage(number, stages)) for number in range(stages)]
+    tables = [shapes.stage_bytes(model.stage(number, stages, chunks)) for number in range(stages)]
     return max(tables, key=lambda table: sum(table[Tier.DEVICE].values()))
 
 

@@ -154,13 +154,14 @@ class ModelTensors:
             head=_divided(self.head, tensor_parallel),
         )
 
-    def stage(self, stage: int, stages: int) -> ModelTensors:
-        """What pipeline stage `stage` of `stages` holds: a run of layers, the ends at the ends.
+    def stage(self, stage: int, stages: int, chunks: int = 1) -> ModelTensors:
+        """What pipeline stage `stage` of `stages` holds: `chunks` runs of layers, the ends at the
+        ends.
 
         Where the output layer is tied, the last stage has a copy of the embedding.
 
         Raises:
-            UnsupportedError: there are fewer layers than stages.
+            UnsupportedError: there are fewer layers than runs.
         """
         if stages == 1:
             return self
@@ -168,8 +169,8 @@ class ModelTensors:
         weights = [_weight(group) for group in (self.embedding, *self.layers, self.head)]
         embedding, *layer_weights, head = weights
         head += embedding * self.tied
-        numbers = stage_layers(layer_weights, embedding, head, stages)[stage]
-        layers = self.layers[numbers.start : numbers.stop]
+        runs = stage_layers(layer_weights, embedding, head, stages, chunks)
+        layers = tuple(self.layers[number] for run in runs[stage::stages] for number in run)
         own = self.embedding if first or (last and self.tied) else ()
         return ModelTensors(own, layers, self.head if last else ())
 

@@ -2,7 +2,8 @@
 
 A stage weighs as many parameters as it has: they set its memory, and nearly all of them are
 multiplied once per token. The embedding counts for the first stage, last norm and output layer
-for the last, which has a copy where the two are tied. Knows counts only.
+for the last, which has a copy where the two are tied. Interleaved stages have several runs of
+layers (chunks) each, which weigh alike. Knows counts only.
 """
 
 from __future__ import annotations
@@ -13,37 +14,43 @@ from collections.abc import Callable, Sequence
 from tightfit.errors import UnsupportedError
 
 
-def stage_layers(layers: Sequence[int], embedding: int, head: int, stages: int) -> list[range]:
-    """The numbers of each stage's layers, in order, at least one each.
+def stage_layers(
+    layers: Sequence[int], embedding: int, head: int, stages: int, chunks: int = 1
+) -> list[range]:
+    """The numbers of the layers of each run, at least one each, in the order of the model: run
+    number r is stage r % stages's; with one chunk each stage has one.
 
-    The heaviest stage is as light as it can be, and then all are as even as they can be (least sum
-    of squares); of equal ways the one with fewer layers in early stages, which have more
+    The heaviest run is as light as it can be, and then all are as even as they can be (least sum
+    of squares); of equal ways the one with fewer layers in early runs, which have more
     micro-batches at a time.
 
     Args:
         layers: parameters of each.
         embedding: parameters that the first stage has beside its layers.
         head: those that the last one has.
+        chunks: runs of each stage, which are what is made even.
 
     Raises:
-        UnsupportedError: there are fewer layers than stages.
+        UnsupportedError: there are fewer layers than runs.
     """
-    if stages > len(layers):
+    runs = stages * chunks
+    if runs > len(layers):
+        times = f" x virtual_pipeline_stages {chunks} = {runs}" if chunks > 1 else ""
         raise UnsupportedError(
-            f"pipeline_parallel_size {stages} is more than the model's {len(layers)} layers"
+            f"pipeline_parallel_size {stages}{times} is more than the model's {len(layers)} layers"
         )
     before = [sum(layers[:number]) for number in range(len(layers) + 1)]
 
     def weight(stage: int, first: int, end: int) -> int:
-        ends = embedding * (stage == 0) + head * (stage == stages - 1)
+        ends = embedding * (stage == 0) + head * (stage == runs - 1)
         return before[end] - before[first] + ends
 
-    heaviest, _ = _best(weight, len(layers), stages, max)
+    heaviest, _ = _best(weight, len(layers), runs, max)
 
     def uneven(so_far: float, its_own: int) -> float:
         return so_far + its_own**2 if its_own <= heaviest else math.inf
 
-    _, ends = _best(weight, len(layers), stages, uneven)
+    _, ends = _best(weight, len(layers), runs, uneven)
     return [range(first, end) for first, end in zip((0, *ends), ends, strict=False)]
 
 

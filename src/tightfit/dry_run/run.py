@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from tightfit import ledger
 from tightfit.bill.runtime import Capability
 from tightfit.bill.table import Kind, Phase
+from tightfit.bill.timetable import enough_micro_batches
 from tightfit.dry_run.allocator import CachingAllocator
 from tightfit.dry_run.assumed import exchange_states, nearest, tensors_of
 from tightfit.dry_run.config import build_model
@@ -29,7 +30,7 @@ from tightfit.engine.layers import decoder_layers
 from tightfit.engine.precision import DTYPES
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
-from tightfit.policies import PipelineSchedule, Policies, Tier
+from tightfit.policies import Policies, Tier
 
 Sections = dict[Section, dict[Tier, Kinds]]
 
@@ -145,15 +146,15 @@ def _counted(config: PretrainedConfig, job: Job, *, full_depth: bool) -> _Counte
 
 
 def _briefly(policies: Policies) -> Policies:
-    """Two micro-batches stand for any number: the second sees what accumulates. In a pipeline one
-    more than a stage has at a time does, which with GPipe has all. Updates take the same memory at
-    once as in a thread, which no ledger would see."""
+    """Two micro-batches stand for any number: the second sees what accumulates. In a pipeline as
+    many do as its schedule says. Updates take the same memory at once as in a thread, which no
+    ledger would see."""
     steps, sharding = policies.batch.accumulation_steps, policies.sharding
-    if sharding.pipeline_schedule is not PipelineSchedule.GPIPE or sharding.pipeline_parallel == 1:
-        steps = min(steps, sharding.pipeline_parallel + 1)
+    stages, schedule = sharding.pipeline_parallel, sharding.pipeline_schedule
+    few = min(steps, 2) if stages == 1 else enough_micro_batches(schedule, stages, steps)
     return replace(
         policies,
-        batch=replace(policies.batch, accumulation_steps=steps),
+        batch=replace(policies.batch, accumulation_steps=few),
         placement=replace(policies.placement, lazy_step=False),
     )
 

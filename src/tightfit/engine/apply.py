@@ -98,7 +98,7 @@ def fit(
     ledger.set_phase(Phase.INIT)
     device = device or _device_of(model)
     mesh = Mesh(policies.sharding, device)
-    stage = _stage(model, mesh)
+    stage = _stage(model, mesh, policies.sharding.virtual_stages)
     if not is_quantised(model):
         dtype = model.dtype
         apply_quantisation(model, policies.quantisation, device)
@@ -150,12 +150,12 @@ class _Prepared:
     pipeline: Pipeline | None
 
 
-def _stage(model: PreTrainedModel, mesh: Mesh) -> Stage | None:
+def _stage(model: PreTrainedModel, mesh: Mesh, chunks: int) -> Stage | None:
     """Take out what other stages have, before anything is loaded or made for it."""
     stages = mesh.size(Dimension.PIPELINE)
     if stages == 1:
         return None
-    return apply_stage(model, mesh.rank(Dimension.PIPELINE), stages)
+    return apply_stage(model, mesh.rank(Dimension.PIPELINE), stages, chunks)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,9 +1,6 @@
-"""Runs the micro-batches of a step through the stages of a pipeline.
+"""Runs the micro-batches of a step through the stages of a pipeline, as its timetable says.
 
-1F1B (https://arxiv.org/abs/1806.03377, https://arxiv.org/abs/2104.04473): stage s of p begins with
-p - s - 1 forwards, then does one backward after each forward, so that it has the activations of at
-most p - s micro-batches. GPipe (https://arxiv.org/abs/1811.06965) does all forwards first. Either
-way gradients come in the order of micro-batches, and every backward is one of its own: ranks that
+Gradients come in the order of micro-batches, and every backward is one of its own: ranks that
 share a stage's states add gradients up, and drop whole parameters, as often as without a pipeline
 (torch's own stages keep both to the end of the step, and receive into a buffer for every
 micro-batch at once). Of a micro-batch that is on its way a stage keeps what autograd does, and what
@@ -13,7 +10,6 @@ be sent and may differ. Knows nothing of optimizers.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +21,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
+from tightfit.bill.timetable import Tick, Work, timetable
 from tightfit.engine.clipping import Gradients
 from tightfit.engine.disk_gradients import DiskGradient
 from tightfit.engine.ranks import Ranks, summed
 from tightfit.engine.stage_ranks import add_up_with, swap
-from tightfit.engine.stages import Stage
+from tightfit.engine.stages import Chunk, Stage
 from tightfit.errors import UnsupportedError
 from tightfit.policies import PipelineSchedule
 
@@ -41,14 +38,12 @@ class _OnItsWay:
     """A micro-batch whose backward is to come.
 
     Attributes:
-        received: None on the first stage.
+        received: None in the first chunk.
         result: what backward begins with: hidden states that were sent, or the loss.
-        shape: of the hidden states.
     """
 
     received: torch.Tensor | None
     result: GradientEdge
-    shape: tuple[int, ...]
 
 
 class Pipeline:
@@ -90,47 +85,43 @@ class Pipeline:
             trained_tokens: as of `Engine.loss`.
         """
         step = _Step(self, micro_batches, trained_tokens)
-        count = len(micro_batches)
-        ahead = count
-        if self._schedule is PipelineSchedule.ONE_FORWARD_ONE_BACKWARD:
-            ahead = min(count, self._stage.stages - 1 - self._stage.number)
-        for index in range(ahead):
-            step.forward(index, self._from_previous(step.shape(index)))
-            self._to_next(step.leaving(), None)
-        received = self._from_previous(step.shape(ahead)) if ahead < count else None
-        for index in range(ahead, count):
-            step.forward(index, received)
-            received = None  # nothing is held here that backward is done with
-            received = self._to_previous(
-                step.backward(self._to_next(step.leaving(), step.oldest_shape)),
-                step.shape(index + 1),
-            )
-        for _ in range(ahead):
-            self._to_previous(step.backward(self._to_next(None, step.oldest_shape)), None)
+        stage = self._stage
+        sizes = stage.number, stage.stages, len(stage.chunks)
+        for tick in timetable(self._schedule, *sizes, len(micro_batches)):
+            if tick.work is not None:
+                step.do(tick.work)
+            step.exchange(tick)
         return self.sum_of(step.loss)
 
     @torch.no_grad()
     def evaluation_loss(self, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
         """The summed cross-entropy of one batch, the same on every stage."""
-        received = self._from_previous(self.shape_of(input_ids))
-        result = self.call((input_ids, labels), received)
-        if self._stage.is_last:
-            return self.sum_of(float(result))
-        self._to_next(result, None)
-        return self.sum_of(0.0)
+        result = self._through(input_ids, labels)
+        return self.sum_of(0.0 if result is None else float(result))
 
     @torch.no_grad()
     def next_token(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The likeliest token after each sequence, `[batch]`, the same on every stage."""
-        received = self._from_previous(self.shape_of(input_ids))
-        result = self.call((input_ids, None), received)
-        if not self._stage.is_last:
-            self._to_next(result, None)
+        result = self._through(input_ids, None)
         tokens = torch.zeros_like(input_ids[:, 0])
-        if self._stage.is_last:
+        if result is not None:
             tokens = result[:, -1].argmax(dim=-1)
         dist.broadcast(tokens, group=self._group, group_src=self._stage.stages - 1)
         return tokens
+
+    def _through(self, input_ids: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
+        """One batch's forward; what comes out, on the stage that has the last chunk."""
+        stages, own = self._stage.stages, self._stage.number
+        for chunk in self._stage.chunks:
+            received = None
+            if chunk.entrance is not None:
+                received = self.empty(self.shape_of(input_ids), Kind.ACTIVATIONS)
+                swap(self._group, [], [((own - 1) % stages, received)])
+            result = self.call(chunk, (input_ids, labels), received)
+            if chunk.is_last:
+                return result
+            swap(self._group, [((own + 1) % stages, result)], [])
+        return None
 
     def sum_of(self, value: float) -> float:
         """Over all stages."""
@@ -151,22 +142,21 @@ class Pipeline:
 
     def call(
         self,
+        chunk: Chunk,
         batch: tuple[torch.Tensor, torch.Tensor | None],
         received: torch.Tensor | None,
         *,
         trained_tokens: int = 1,
     ) -> torch.Tensor:
-        """This stage's forward: hidden states, `[batch, seq, hidden]`; on the last the loss, or
+        """A chunk's forward: hidden states, `[batch, seq, hidden]`; of the last the loss, or
         without labels the logits after the last token, `[batch, 1, vocabulary]`."""
         input_ids, labels = batch
-        inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-        if received is not None:
-            assert self._stage.entrance is not None
-            self._stage.entrance.received = received
-            del inputs["input_ids"]
-            inputs["inputs_embeds"] = received
-        try:
-            if not self._stage.is_last:
+        inputs: dict[str, Any] = {"use_cache": False}
+        inputs["input_ids" if received is None else "inputs_embeds"] = (
+            input_ids if received is None else received
+        )
+        with self._stage.computing(chunk, received):
+            if not chunk.is_last:
                 hidden: torch.Tensor = self._root(**inputs)
                 self._check(hidden, input_ids)
                 return hidden
@@ -178,18 +168,15 @@ class Pipeline:
                 **inputs, labels=labels, num_items_in_batch=divisor
             ).loss
             return loss
-        finally:
-            if self._stage.entrance is not None:
-                self._stage.entrance.received = None
 
     def shape_of(self, input_ids: torch.Tensor) -> tuple[int, ...]:
         """The shape of the hidden states of a micro-batch."""
         return (*input_ids.shape, self._width)
 
     @property
-    def ends(self) -> bool:
-        """Whether this is the last stage."""
-        return self._stage.is_last
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Of this stage."""
+        return self._stage.chunks
 
     def begin_backward(self, *, last: bool) -> None:
         """Tell the ranks that share this stage."""
@@ -207,48 +194,23 @@ class Pipeline:
                 f"{self._dtype} {self.shape_of(input_ids)}: set pipeline_parallel_size 1"
             )
 
-    def _from_previous(self, shape: tuple[int, ...] | None) -> torch.Tensor | None:
-        return self._trade(self._stage.number - 1, None, shape, Kind.ACTIVATIONS)
+    def empty(self, shape: tuple[int, ...], kind: Kind) -> torch.Tensor:
+        """Room for what is received."""
+        with ledger.labelled(kind):
+            return torch.empty(shape, dtype=self._dtype, device=self.device)
 
-    def _to_previous(
-        self, given: torch.Tensor | None, shape: tuple[int, ...] | None
-    ) -> torch.Tensor | None:
-        """Send gradients back, and receive the next micro-batch's hidden states, if it has one."""
-        return self._trade(self._stage.number - 1, given, shape, Kind.ACTIVATIONS)
-
-    def _to_next(
-        self, given: torch.Tensor | None, shape: tuple[int, ...] | None
-    ) -> torch.Tensor | None:
-        """Send hidden states, and receive the gradients of the oldest, if they are waited for."""
-        return self._trade(self._stage.number + 1, given, shape, Kind.TEMPORARIES)
-
-    def _trade(
-        self,
-        peer: int,
-        given: torch.Tensor | None,
-        shape: tuple[int, ...] | None,
-        kind: Kind,
-    ) -> torch.Tensor | None:
-        """Send and receive what is not None; None where there is no such stage."""
-        if not 0 <= peer < self._stage.stages:
-            return None
-        wanted = None
-        if shape is not None:
-            with ledger.labelled(kind):
-                wanted = torch.empty(shape, dtype=self._dtype, device=self.device)
-        swap(
-            self._group,
-            [] if given is None else [(peer, given.detach().contiguous())],
-            [] if wanted is None else [(peer, wanted)],
-        )
-        return wanted
+    def swap(
+        self, sent: list[tuple[int, torch.Tensor]], received: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        """With other stages, by their numbers."""
+        swap(self._group, [(to, tensor.contiguous()) for to, tensor in sent], received)
 
 
 class _Step:
     """The micro-batches of one step on one stage.
 
     Attributes:
-        loss: of those whose forward was here; 0 on all stages but the last.
+        loss: of those whose last forward was here; 0 on all stages but the last.
     """
 
     def __init__(
@@ -257,59 +219,69 @@ class _Step:
         self._pipeline = pipeline
         self._micro_batches = micro_batches
         self._trained_tokens = trained_tokens
-        self._on_their_way: deque[_OnItsWay] = deque()
+        self._on_their_way: dict[tuple[int, int], _OnItsWay] = {}  # by chunk and micro-batch
+        self._received: dict[Work, torch.Tensor] = {}
         self._looked_up: dict[int, MicroBatch] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
         self._leaving: torch.Tensor | None = None
-        self._left = len(micro_batches)
+        self._left = len(micro_batches) * len(pipeline.chunks)
         self.loss = 0.0
 
-    def shape(self, index: int) -> tuple[int, ...] | None:
-        """Of the hidden states of a micro-batch; None if there is no such one."""
-        if index >= len(self._micro_batches):
-            return None
-        return self._pipeline.shape_of(self._batch(index)[0])
+    def do(self, work: Work) -> None:
+        """One forward or backward; what it needs has been received."""
+        if work.is_forward:
+            self._forward(work)
+        else:
+            self._backward(work)
 
-    @property
-    def oldest_shape(self) -> tuple[int, ...]:
-        """Of the hidden states whose backward comes next."""
-        return self._on_their_way[0].shape
+    def exchange(self, tick: Tick) -> None:
+        """Send what was computed, which is not kept, and receive what is needed later."""
+        given, self._leaving = self._leaving, None
+        sent, received = [], []
+        if tick.sends_to is not None:
+            assert given is not None
+            sent.append((tick.sends_to, given))
+        for work, peer in tick.receives:
+            kind = Kind.ACTIVATIONS if work.is_forward else Kind.TEMPORARIES
+            self._received[work] = self._pipeline.empty(self._shape(work.micro_batch), kind)
+            received.append((peer, self._received[work]))
+        self._pipeline.swap(sent, received)
 
-    def forward(self, index: int, received: torch.Tensor | None) -> None:
-        """The stage's forward of one micro-batch."""
+    def _forward(self, work: Work) -> None:
         ledger.set_phase(Phase.FORWARD)
-        batch = self._batch(index)
-        del self._looked_up[index]
+        chunk, batch = self._pipeline.chunks[work.chunk], self._batch(work.micro_batch)
+        if work.chunk == len(self._pipeline.chunks) - 1:
+            del self._looked_up[work.micro_batch]
+        received = self._received.pop(work, None)
         if received is not None:
             received.requires_grad_()
-        result = self._pipeline.call(batch, received, trained_tokens=self._trained_tokens)
-        if self._pipeline.ends:
+        result = self._pipeline.call(chunk, batch, received, trained_tokens=self._trained_tokens)
+        if chunk.is_last:
             self.loss += float(result.detach())
         else:
             self._leaving = result.detach()
-        shape = self._pipeline.shape_of(batch[0])
-        self._on_their_way.append(_OnItsWay(received, get_gradient_edge(result), shape))
+        self._on_their_way[work[1:]] = _OnItsWay(received, get_gradient_edge(result))
 
-    def leaving(self) -> torch.Tensor | None:
-        """What the last forward has for the next stage, once: it is not kept."""
-        leaving, self._leaving = self._leaving, None
-        return leaving
-
-    def backward(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The backward of the oldest micro-batch; the gradients of what it had received.
-
-        Args:
-            gradient: of what it had sent; None on the last stage.
-        """
+    def _backward(self, work: Work) -> None:
+        """Of a micro-batch whose forward was here; leaves the gradients of what it had received."""
         ledger.set_phase(Phase.BACKWARD)
-        oldest = self._on_their_way.popleft()
+        its = self._on_their_way.pop(work[1:])
         self._left -= 1
         self._pipeline.begin_backward(last=self._left == 0)
+        gradient = self._received.pop(work, None)  # nothing came for the last chunk
         if gradient is None:
             gradient = torch.ones((), device=self._pipeline.device)
-        torch.autograd.backward((oldest.result,), (gradient,))
-        return None if oldest.received is None else oldest.received.grad
+        torch.autograd.backward((its.result,), (gradient,))
+        self._leaving = None if its.received is None else its.received.grad
+
+    def _shape(self, index: int) -> tuple[int, ...]:
+        """Of the hidden states of a micro-batch."""
+        if index not in self._shapes:
+            self._shapes[index] = self._pipeline.shape_of(self._batch(index)[0])
+        return self._shapes[index]
 
     def _batch(self, index: int) -> MicroBatch:
+        """A micro-batch, looked up once and kept for as long as a chunk is to have it."""
         if index not in self._looked_up:
             self._looked_up[index] = self._micro_batches[index]
         return self._looked_up[index]

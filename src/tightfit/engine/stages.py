@@ -1,15 +1,19 @@
 """A model as one stage of a pipeline: what other stages have is taken out of it.
 
-Any decoder whose base model has a `base_model_pp_plan` will do; only the names in it are used. The
-list of layers keeps its length, as configs say by number what a layer is like. The first stage
-takes tokens, the others take hidden states in place of embeddings; what a model does to embeddings
-before its first layer (Gemma scales them) was done by the first stage. The last stage is the whole
-causal language model from there on, so that whatever is done to logits is done; the others return
-hidden states. Knows nothing of what stages send each other.
+Any decoder whose base model has a `base_model_pp_plan` will do; only the names in it are used. A
+stage has one run of the layers, or several that are not neighbours (chunks), one of which computes
+in a call. The list of layers keeps its length, as configs say by number what a layer is like. The
+first chunk of all takes tokens, the others take hidden states in place of embeddings; what a model
+does to embeddings before its first layer (Gemma scales them) was done by the first. The last one is
+the whole causal language model from there on, so that whatever is done to logits is done; the
+others return hidden states. Knows nothing of what stages send each other.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +43,30 @@ class Entrance(Absent):
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A run of layers.
+
+    Attributes:
+        modules: what the base model has in place of its own by name while the chunk computes: the
+            list of layers with those of the chunk only, and nothing after them unless it is the
+            last.
+        entrance: None on the first of all.
+        is_last: whether the output layer and the loss come after it.
+    """
+
+    modules: Mapping[str, nn.Module]
+    entrance: Entrance | None
+    is_last: bool
+
+
+@dataclass
 class Stage:
     """A model that is one stage.
 
     Attributes:
         number: of it, counted from 0.
         stages: how many there are.
-        entrance: None on the first.
+        chunks: its runs of layers, in the order of the model.
         tied: whether the output layer is the embedding, of which the first and the last stage have
             a copy each.
     """
@@ -53,8 +74,44 @@ class Stage:
     model: PreTrainedModel
     number: int
     stages: int
-    entrance: Entrance | None
+    chunks: tuple[Chunk, ...]
     tied: bool
+    _computing: Chunk | None = None
+
+    @contextmanager
+    def computing(self, chunk: Chunk, received: torch.Tensor | None) -> Iterator[None]:
+        """Inside, a call of the model is one of this chunk.
+
+        Args:
+            received: hidden states, `[batch, seq, hidden]`; None for the first of all.
+        """
+        self._computing = chunk
+        if chunk.entrance is not None:
+            chunk.entrance.received = received
+        try:
+            yield
+        finally:
+            self._computing = None
+            if chunk.entrance is not None:
+                chunk.entrance.received = None
+
+    def compute_in_chunks(self) -> None:
+        """Have calls of the model be calls of one chunk. Whoever looks at the model finds all of
+        them: layers are exchanged in its forward, not before it."""
+        model, base = self.model, self.model.base_model
+        whole = model.forward
+
+        @functools.wraps(whole)
+        def forward(*args: Any, **named: Any) -> Any:
+            chunk = self._computing
+            assert chunk is not None, "calls of a stage say of which chunk they are"
+            with _exchanged(base, chunk.modules):
+                if chunk.is_last:
+                    return whole(*args, **named)
+                inputs = {key: named.get(key) for key in ("input_ids", "inputs_embeds")}
+                return base(**inputs, use_cache=False).last_hidden_state
+
+        model.forward = forward
 
     @property
     def is_first(self) -> bool:
@@ -94,38 +151,67 @@ class Stage:
             )
 
 
-def apply_stage(model: PreTrainedModel, number: int, stages: int) -> Stage:
+def apply_stage(model: PreTrainedModel, number: int, stages: int, chunks: int = 1) -> Stage:
     """Leave of `model` what stage `number` of several has.
 
     Args:
         model: a causal language model, whole; changed in place. It may be on the meta device.
+        chunks: runs of layers that each stage has.
 
     Raises:
-        UnsupportedError: the model has no plan, or cannot be cut into so many stages.
+        UnsupportedError: the model has no plan, or cannot be cut into so many.
     """
     _check(model)
     base, layers = model.base_model, decoder_layers(model)
-    before, after = _around(model, layers)
+    before, name, after = _around(model, layers)
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
-    own = stage_layers(
+    runs = stage_layers(
         [_size(layer) for layer in layers],
         sum(_size(getattr(base, name)) for name in before),
         sum(_size(getattr(base, name)) for name in after) + _size(head),
         stages,
-    )[number]
-    stage = Stage(model, number, stages, Entrance() if number else None, tied)
+        chunks,
+    )
+    own = [_chunk(runs, index, layers, name, after) for index in range(number, len(runs), stages)]
+    stage = Stage(model, number, stages, tuple(own), tied)
+    kept = {index for run in runs[number::stages] for index in run}
     for index in range(len(layers)):
-        if index not in own:
+        if index not in kept:
             layers[index] = Absent()
-    if stage.entrance is not None:
-        layers[own.start - 1] = stage.entrance
+    if not stage.is_first:
         _leave_out(base, [n for n in before if not (stage.is_last and _shares(base, n, head))])
     if not stage.is_last:
         _leave_out(base, after)
         model.set_output_embeddings(Absent())
-        _return_hidden_states(model)
+    stage.compute_in_chunks()
     return stage
+
+
+def _chunk(
+    runs: list[range], number: int, layers: nn.ModuleList, name: str, after: list[str]
+) -> Chunk:
+    """The chunk of one run of the layers, which `name` is the name of in the base model."""
+    run, is_last = runs[number], number == len(runs) - 1
+    own = [layers[index] if index in run else Absent() for index in range(len(layers))]
+    entrance = Entrance() if number else None
+    if entrance is not None:
+        own[run.start - 1] = entrance
+    absent = {} if is_last else {other: Absent() for other in after}
+    return Chunk({name: nn.ModuleList(own), **absent}, entrance, is_last)
+
+
+@contextmanager
+def _exchanged(parent: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, `parent` has other modules by some names."""
+    before = {name: getattr(parent, name) for name in modules}
+    for name, module in modules.items():
+        setattr(parent, name, module)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            setattr(parent, name, module)
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -149,8 +235,8 @@ def _check(model: PreTrainedModel) -> None:
         )
 
 
-def _around(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[list[str], list[str]]:
-    """What the base model has before and after its layers, by name.
+def _around(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[list[str], str, list[str]]:
+    """What the base model has before its layers, these, and what it has after them, by name.
 
     Raises:
         UnsupportedError: it has parameters that its plan does not name.
@@ -158,7 +244,6 @@ def _around(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[list[str], l
     base: Any = model.base_model
     names: list[str] = list(base.config.get_text_config().base_model_pp_plan)
     where = next(i for i, name in enumerate(names) if getattr(base, name) is layers)
-    before, after = names[:where], names[where + 1 :]
     known = {p for name in names for p in getattr(base, name).parameters()}
     known.update(model.get_output_embeddings().parameters())
     unknown = next((name for name, p in model.named_parameters() if p not in known), None)
@@ -167,7 +252,7 @@ def _around(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[list[str], l
             f"{unknown} of this {model.config.model_type} model is not in its pipeline plan, so "
             "nobody knows which stage needs it: set pipeline_parallel_size 1 and use zero_stage 3"
         )
-    return before, after
+    return names[:where], names[where], names[where + 1 :]
 
 
 def _size(module: nn.Module) -> int:
@@ -184,19 +269,3 @@ def _shares(base: nn.Module, name: str, head: nn.Module) -> bool:
 def _leave_out(base: nn.Module, names: list[str]) -> None:
     for name in names:
         setattr(base, name, Absent())
-
-
-def _return_hidden_states(model: PreTrainedModel) -> None:
-    """Have a call of the model end where its layers do."""
-    base = model.base_model
-
-    def forward(
-        input_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **others: Any,
-    ) -> torch.Tensor:
-        output = base(input_ids=input_ids, inputs_embeds=inputs_embeds, use_cache=False)
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
-
-    model.forward = forward

@@ -274,10 +274,14 @@ class Job(BaseModel):
     pipeline_parallel_size: Cards | Auto = Field(
         "auto", description="Stages, each with its own layers."
     )
-    pipeline_schedule: Literal["1f1b", "gpipe"] = Field(
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = Field(
         "1f1b",
         description="Order of micro-batches in a pipeline: one forward, one backward, with few in "
-        "flight, or all forwards first. Interleaved stages are not there.",
+        "flight; all forwards first; or 1f1b through several runs of layers on each stage, which "
+        "waits less.",
+    )
+    virtual_pipeline_stages: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="Runs of layers on each stage if the schedule is interleaved; empty: 2."
     )
     allow: list[Literal["split-master", "8bit-optimizer", "lora", "qlora"]] = Field(
         default_factory=list,
@@ -455,3 +459,8 @@ class Job(BaseModel):
     def _possible_widths(self) -> tuple[int, ...]:
         """How many ranks may see the same sequences, tensor times pipeline."""
         return possible_widths(self.ranks, self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def runs_per_stage(self) -> int:
+        """Runs of layers on each pipeline stage."""
+        return (self.virtual_pipeline_stages or 2) if self.pipeline_schedule == "interleaved" else 1

@@ -49,6 +49,14 @@ def rank_contradictions(job: Mapping[str, Any]) -> Iterator[str]:
     replicas, data = job["data_parallel_replicas"], machines * cards // widths[0]
     if replicas != "auto" and data % replicas:
         yield f"data_parallel_replicas {replicas} does not divide the {data} data-parallel ranks"
+    interleaved = job["pipeline_schedule"] == "interleaved"
+    if interleaved and stages == 1:
+        yield "pipeline_schedule interleaved needs pipeline_parallel_size 2 or more"
+    if job["virtual_pipeline_stages"] and not interleaved:
+        yield (
+            f"virtual_pipeline_stages {job['virtual_pipeline_stages']} is for pipeline_schedule "
+            f"interleaved, and it is {job['pipeline_schedule']}"
+        )
     if job["node_rank"] >= machines:
         yield (
             f"node_rank {job['node_rank']}: machines are counted from 0, and nnodes is {machines}; "

@@ -50,6 +50,8 @@ RENAMED = {
     "tp_size": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "pp_size": "pipeline_parallel_size",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_stages",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline_stages",
     "zero": "zero_stage",
     "ds_stage": "zero_stage",
     "dtype": "precision",

@@ -93,7 +93,7 @@ TORCHTITAN_TABLE = table_of(
                 ("pipeline_parallel_first_stage_less_layers", "stages have as many layers each"),
                 ("pipeline_parallel_last_stage_less_layers", "stages have as many layers each"),
                 ("pipeline_parallel_layers_per_stage", "stages have as many layers each"),
-                ("pipeline_parallel_schedule_csv", "schedules are 1f1b and gpipe"),
+                ("pipeline_parallel_schedule_csv", "schedules are 1f1b, gpipe and interleaved"),
                 ("pipeline_parallel_microbatch_size", "micro-batches are those of the job"),
                 ("context_parallel_rotate_method", _SEQUENCES),
                 ("enable_sequence_parallel", _SEQUENCES),
@@ -232,9 +232,10 @@ def _sharding(translation: Translation) -> int:
     key = "parallelism.pipeline_parallel_schedule"
     schedule = translation.take(key)
     if schedule is not None:
-        if schedule.casefold() not in ("1f1b", "gpipe"):
-            raise translation.refuse(key, "take 1F1B or GPipe")
-        translation.become(key, pipeline_schedule=schedule.casefold())
+        name = schedule.casefold().replace("interleaved1f1b", "interleaved")
+        if name not in ("1f1b", "gpipe", "interleaved"):
+            raise translation.refuse(key, "take 1F1B, Interleaved1F1B or GPipe")
+        translation.become(key, pipeline_schedule=name)
     return stage
 
 

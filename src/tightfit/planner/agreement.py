@@ -63,16 +63,21 @@ def check_agrees(policies: Policies, options: Options, job: Job) -> None:
 
 
 def _sharding_agreement(sharding: ShardingPolicy, job: Job) -> dict[str, bool]:
-    return {
+    agreement = {
         key: getattr(job, key) in ("auto", value)
         for key, value in {
             "zero_stage": sharding.zero_stage,
             "data_parallel_replicas": sharding.replicas,
             "tensor_parallel_size": sharding.tensor_parallel,
             "pipeline_parallel_size": sharding.pipeline_parallel,
-            "pipeline_schedule": sharding.pipeline_schedule,
         }.items()
     }
+    if sharding.pipeline_parallel > 1:
+        agreement |= {
+            "pipeline_schedule": job.pipeline_schedule == sharding.pipeline_schedule,
+            "virtual_pipeline_stages": job.runs_per_stage == sharding.virtual_stages,
+        }
+    return agreement
 
 
 def _way(policies: Policies, options: Options) -> Way:

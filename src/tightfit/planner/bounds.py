@@ -22,6 +22,7 @@ from tightfit.bill.model_states import state_widths
 from tightfit.bill.on_disk import SLOTS
 from tightfit.bill.stages import stage_layers
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
+from tightfit.bill.timetable import most_in_flight
 from tightfit.dry_run import DryRun
 from tightfit.planner.fractions import share_leaving, state_bytes
 from tightfit.policies import (
@@ -29,7 +30,6 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
-    PipelineSchedule,
     Policies,
     QuantisationPolicy,
     ShardingPolicy,
@@ -250,17 +250,21 @@ def _beyond_average(policies: Policies, run: DryRun, states: int, of_layers: int
     if run.quantised:  # a stage's bytes do not go with its parameters
         yield of_layers // stages
         return
-    for number, layers in enumerate(_stage_layers(shape.layers, inside, end, stages)):
-        own = len(layers) * inside + end * (number in (0, stages - 1))
-        gpipe = sharding.pipeline_schedule is PipelineSchedule.GPIPE
-        in_flight = steps if gpipe else min(steps, stages - number)
-        left = of_layers * len(layers) / shape.layers * in_flight
+    sizes = stages, sharding.virtual_stages
+    runs = _stage_layers(shape.layers, inside, end, *sizes)
+    for number in range(stages):
+        layers = [len(run) for run in runs[number::stages]]
+        own = sum(layers) * inside + end * (number in (0, stages - 1))
+        in_flight = most_in_flight(sharding.pipeline_schedule, number, *sizes, steps)
+        left = of_layers * min(layers) / shape.layers * in_flight
         yield int(left + states * (own * stages / total - 1))
 
 
 @lru_cache
-def _stage_layers(layers: int, inside: int, end: int, stages: int) -> tuple[range, ...]:
-    return tuple(stage_layers([inside] * layers, end, end, stages))
+def _stage_layers(
+    layers: int, inside: int, end: int, stages: int, chunks: int
+) -> tuple[range, ...]:
+    return tuple(stage_layers([inside] * layers, end, end, stages, chunks))
 
 
 def _beside_training(policies: Policies) -> dict[Phase, Hashable]:

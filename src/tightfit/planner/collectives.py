@@ -278,12 +278,13 @@ def _pipeline(step: _Step) -> Iterator[Exchange]:
     """Hidden states to the next stage and their gradients to the previous one, where there are
     both; what the two ends have of a tied embedding, in pieces; the loss and the norm."""
     stages, along = step.sharding.pipeline_parallel, Dimension.PIPELINE
+    both = 2 * step.sharding.virtual_stages  # ways, through each of a stage's runs of layers
     batches = step.micro_batches
 
     def send(each: float, count: int) -> Exchange:
         return Exchange(along, Collective.SEND, stages, each, count)
 
-    end, inside = [send(step.hidden, batches)], [send(step.hidden, 2 * batches)]
+    end, inside = ([send(step.hidden, count * batches)] for count in (both - 1, both))
     if step.sizes.tied and step.policies.adapter is None:
         rows = step.sizes.vocab_size / step.sharding.tensor_parallel / step.sharding.shards
         gradient = rows * step.sizes.hidden_size * step.width

@@ -79,20 +79,20 @@ def _tensor(job: Job, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _stages(job: Job, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Numbers of stages that divide the ranks, with a layer for each at least."""
+    """Numbers of stages that divide the ranks, with a layer for each of their runs at least."""
     if job.pipeline_parallel_size != "auto":
         return (job.pipeline_parallel_size,)
     layers = config.get("num_hidden_layers") or 1
-    return tuple(stages for stages in divisors(job.ranks) if stages <= layers)
+    runs = job.runs_per_stage
+    return tuple(n for n in divisors(job.ranks) if n == 1 or n * runs <= layers)
 
 
 def _shared_out(job: Job, tensor: int, stages: int) -> Iterator[ShardingPolicy]:
     data = job.ranks // (tensor * stages)
+    order = (PipelineSchedule(job.pipeline_schedule), job.runs_per_stage) if stages > 1 else ()
     for replicas in _replicas(job, data, tensor):
         for stage in _zero_stages(job, data, replicas):
-            yield ShardingPolicy(
-                job.ranks, stage, tensor, stages, replicas, PipelineSchedule(job.pipeline_schedule)
-            )
+            yield ShardingPolicy(job.ranks, stage, tensor, stages, replicas, *order)
 
 
 def _replicas(job: Job, data: int, tensor: int) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ def techniques(policies: Policies) -> dict[str, str]:
             chosen["data_parallel_replicas"] = str(sharding.replicas)
         if sharding.pipeline_parallel > 1:
             chosen["pipeline_schedule"] = str(sharding.pipeline_schedule)
+        if sharding.virtual_stages > 1:
+            chosen["virtual_pipeline_stages"] = str(sharding.virtual_stages)
     return chosen
 
 
@@ -102,7 +104,8 @@ def _describe_sharding(policies: Policies) -> Iterator[str]:
     if sharding.tensor_parallel > 1:
         yield f"tensor parallel {sharding.tensor_parallel}"
     if sharding.pipeline_parallel > 1:
-        yield f"pipeline of {sharding.pipeline_parallel} stages"
+        times = f" x {sharding.virtual_stages}" if sharding.virtual_stages > 1 else ""
+        yield f"pipeline of {sharding.pipeline_parallel}{times} stages"
 
 
 def _describe_numerics(policies: Policies) -> Iterator[str]:

@@ -46,6 +46,9 @@ PLACES: dict[str, tuple[str, str, int]] = {
 def fail(kind: str) -> None:
     """Do what befalls the rank, and note when."""
     (Path(os.environ["FAULT_NOTES"]) / "failed").write_text(str(time.time()))
+    if kind == "interrupt":  # Ctrl-C reaches the supervisor, while this rank goes on
+        os.kill(os.getppid(), signal.SIGINT)
+        return
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "memory":
