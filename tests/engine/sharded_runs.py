@@ -224,38 +224,48 @@ GRID = {
 }
 PIPELINE = {
     2: [
-        "0 pp2 accumulate",
         "0 pp2 four untied checkpoint peek",
         "0 pp2 four gpipe chunk",
-        "0 pp2 gemma2 eager four",
         "0 pp2 host four slice short",
         "0 pp2 away four untied",
         "0 pp2 moe four empty",
         "0 pp2 lora four empty",
         "0 pp2 wide qlora four empty",
-        "0 pp2 chunks2 deep four peek",
-        "0 pp2 chunks3 deep five untied empty chunk",
-        "0 pp2 chunks2 deep five checkpoint away short",
-        "0 pp2 chunks2 deep moe lora accumulate empty",
+        "0 pp2 chunks3 deep five untied empty chunk peek",
     ],
-    3: [
-        "0 pp3 four",
-        "0 pp3 empty four untied chunk late",
-        "0 pp3 chunks2 deep five gemma2 eager",
-    ],
+    3: ["0 pp3 empty four untied chunk late", "0 pp3 chunks2 deep five gemma2 eager"],
     4: [
-        "1 pp2 chunks2 deep four",
-        "2 pp2 chunks2 deep five untied empty",
-        "3 pp2 chunks2 deep four checkpoint host peek",
-        "0 pp2 chunks2 tp2 deep four untied",
-        "0 pp2 accumulate",
         "1 pp2 four empty",
         "2 pp2 four untied peek discard",
+        "3 pp2 chunks2 deep four checkpoint host peek",
+        "0 pp2 tp2 four checkpoint",
+    ],
+}
+# What is in none of the others, for the long proof.
+STAGES = {
+    2: [
+        "0 pp2 accumulate",
+        "0 pp2 gemma2 eager four",
+        "0 pp2 chunks2 deep four peek",
+        "0 pp2 chunks2 deep five checkpoint away short",
+        "0 pp2 chunks2 deep moe lora accumulate empty",
+        "0 pp2 chunks2 deep wide qlora five",
+    ],
+    3: ["0 pp3 four", "0 pp3 chunks2 deep five far untied"],
+    4: [
+        "0 pp2 accumulate",
         "3 pp2 four empty checkpoint",
         "3 pp2 four gpipe host",
-        "0 pp2 tp2 four checkpoint",
+        "3 pp2 wide qlora four",
         "0 pp2 tp2 accumulate chunk untied",
+        "0 pp2 tp2 wide qlora four empty",
+        "0 pp2 chunks2 deep four",
+        "1 pp2 chunks2 deep four",
+        "2 pp2 chunks2 deep five untied empty",
+        "3 pp2 chunks2 deep five lora empty",
+        "0 pp2 chunks2 tp2 deep four untied",
     ],
+    8: ["3 pp2 hsdp2 four untied", "3 pp2 chunks2 tp2 deep four checkpoint"],
 }
 # Every mode there is, by its name: how many ranks, and a case. SmolLM2's 9 heads go to 3 ranks.
 MODES = {
@@ -282,7 +292,13 @@ MODELS = {
     "SmolLM2": "smollm2",
 }
 WAYS = ["checkpoint", "accumulate", "lora", "wide qlora", "host", "away", "bf16"]
-SETS = {"pipeline": PIPELINE, "sharding": SHARDING, "tensor": TENSOR, "grid": GRID}
+SETS = {
+    "pipeline": PIPELINE,
+    "stages": STAGES,
+    "sharding": SHARDING,
+    "tensor": TENSOR,
+    "grid": GRID,
+}
 
 
 def of_mode(mode: str, words: str) -> tuple[int, str]:
@@ -291,6 +307,12 @@ def of_mode(mode: str, words: str) -> tuple[int, str]:
     if words == "smollm2" and "tp2" in case:
         ranks, case = ranks * 3 // 2, case.replace("tp2", "tp3")
     return ranks, f"{case} {words}"
+
+
+for mode in MODES:  # a set of its own, with every model
+    SETS[mode] = {}
+    for model in MODELS.values():
+        SETS[mode].setdefault(of_mode(mode, model)[0], []).append(of_mode(mode, model)[1])
 
 
 def main(folder: Path, chosen: str) -> None:

@@ -26,15 +26,13 @@ from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.policies import AdapterPolicy, Policies, ShardingPolicy
 
 runs = load_program()
+NORM = 5e-6  # relative; sums in another order
 CASES = [(ranks, case) for ranks, cases in runs.PIPELINE.items() for case in cases]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all runs have left their results."""
-    folder = tmp_path_factory.mktemp("staged")
+def made(folder: Path, chosen: str) -> Path:
     done = subprocess.run(
-        [sys.executable, PROGRAM, folder, "pipeline"],
+        [sys.executable, PROGRAM, folder, chosen],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -43,59 +41,84 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def results(folder: Path) -> Any:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs have left their results."""
+    return made(tmp_path_factory.mktemp("staged"), "pipeline")
+
+
+def results(folder: Path, case: str, ranks: int, who: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Numbers and tables, and parameters, of one run."""
-
-    def read(case: str, ranks: int, who: str) -> tuple[Any, dict[str, torch.Tensor]]:
-        name = runs.file_name(case, ranks, who)
-        text = (folder / f"{name}.json").read_text()
-        return json.loads(text), load_file(folder / f"{name}.safetensors")
-
-    return read
+    name = runs.file_name(case, ranks, who)
+    text = (folder / f"{name}.json").read_text()
+    return json.loads(text), load_file(folder / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize(("ranks", "case"), CASES)
-def test_stages_train_as_one_process_does(results: Any, ranks: int, case: str) -> None:
-    alone, expected = results(case, ranks, "alone")
-    data_ranks = runs.policies_of(case, ranks).sharding.data_parallel
+def check_numbers(folder: Path, ranks: int, case: str) -> None:
+    alone, expected = results(folder, case, ranks, "alone")
+    sharding = runs.policies_of(case, ranks).sharding
     losses = torch.zeros(runs.STEPS)
     seen = set()
     for rank in range(ranks):
-        own, parameters = results(case, ranks, str(rank))
-        assert own["norms"] == pytest.approx(alone["norms"], rel=2e-6)
-        losses += torch.tensor(own["losses"]) * data_ranks / ranks
+        own, parameters = results(folder, case, ranks, str(rank))
+        assert own["norms"] == pytest.approx(alone["norms"], rel=NORM)
+        losses += torch.tensor(own["losses"]) * sharding.data_parallel / ranks
         for name, value in parameters.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
+            # 4-bit weights, and what tensor-parallel ranks have of them, are plain bytes.
+            if value.is_floating_point():
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
         seen |= parameters.keys()
     assert losses.tolist() == pytest.approx(alone["losses"], rel=1e-5)
-    assert seen == expected.keys()
+    assert seen <= expected.keys()
+    assert {name for name, value in expected.items() if value.is_floating_point()} <= seen
 
 
-@pytest.mark.parametrize(("ranks", "case"), CASES)
-def test_stages_share_out_the_layers_alone(results: Any, ranks: int, case: str) -> None:
-    stages = runs.policies_of(case, ranks).sharding.pipeline_parallel
-    parameters = [results(case, ranks, str(rank))[1] for rank in range(ranks)]
-    for one in parameters[: ranks // stages]:
-        for last in parameters[-ranks // stages :]:
-            both = one.keys() & last.keys()
-            assert both == (set() if "untied" in case else {"model.embed_tokens.weight"})
-            assert all(torch.equal(one[name], last[name]) for name in both)
-
-
-@pytest.mark.parametrize(("ranks", "case"), CASES)
-def test_the_fake_stage_takes_what_a_real_one_does(results: Any, ranks: int, case: str) -> None:
+def check_bill(folder: Path, ranks: int, case: str) -> None:
     """Within 3% and never less in the bill, but for what gloo's thread holds for a moment: a
     buffer of a single number."""
     for rank, who in runs.fake_names(case, ranks).items():
-        fake, _ = results(case, ranks, who)
-        real, _ = results(case, ranks, str(rank))
+        fake, _ = results(folder, case, ranks, who)
+        real, _ = results(folder, case, ranks, str(rank))
         later = [real["tables"][str(step)] for step in range(runs.UNUSUAL + 1, runs.STEPS)]
         for phase, tiers in fake["tables"][str(runs.FAKE_STEPS - 1)].items():
             for tier, kinds in tiers.items():
                 billed = sum(kinds.values())
                 lowest = min(sum(table[phase][tier].values()) for table in later)
-                assert lowest - 16 <= billed <= 1.03 * lowest, (who, phase, tier)
+                assert lowest - 16 <= billed <= 1.03 * lowest, (case, who, phase, tier)
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_stages_train_as_one_process_does(folder: Path, ranks: int, case: str) -> None:
+    check_numbers(folder, ranks, case)
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_stages_share_out_the_layers_alone(folder: Path, ranks: int, case: str) -> None:
+    stages = runs.policies_of(case, ranks).sharding.pipeline_parallel
+    parameters = [results(folder, case, ranks, str(rank))[1] for rank in range(ranks)]
+    for one in parameters[: ranks // stages]:
+        for last in parameters[-ranks // stages :]:
+            both = one.keys() & last.keys()
+            assert both == (set() if "untied" in case else {tied_name(case)})
+            assert all(torch.equal(one[name], last[name]) for name in both)
+
+
+def tied_name(case: str) -> str:
+    return "base_model.model." * ("lora" in case) + "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_the_fake_stage_takes_what_a_real_one_does(folder: Path, ranks: int, case: str) -> None:
+    check_bill(folder, ranks, case)
+
+
+@pytest.mark.slow
+def test_more_ways_to_train_in_stages(tmp_path: Path) -> None:
+    made(tmp_path, "stages")
+    for ranks, cases in runs.STAGES.items():
+        for case in cases:
+            check_numbers(tmp_path, ranks, case)
+            check_bill(tmp_path, ranks, case)
 
 
 def test_every_stage_has_its_own_layers_and_ends(make_model: Any) -> None:
