@@ -85,8 +85,8 @@ def _draw_by_name(adapted: nn.Module, seed: bytes) -> None:
     from peft.tuners.lora import LoraLayer
 
     layers = {n: m for n, m in adapted.named_modules() if isinstance(m, LoraLayer)}
-    devices = {p.device for layer in layers.values() for p in layer.parameters() if p.is_cuda}
-    with torch.random.fork_rng([device.index or 0 for device in devices]):
+    cards = {p.device.index or 0 for p in adapted.parameters() if p.is_cuda}
+    with torch.random.fork_rng(cards):
         for name, layer in layers.items():
             digest = hashlib.sha256(seed + name.encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8]) % 2**63)
