@@ -116,11 +116,11 @@ class Pipeline:
             received = None
             if chunk.entrance is not None:
                 received = self.empty(self.shape_of(input_ids), Kind.ACTIVATIONS)
-                swap(self._group, [], [((own - 1) % stages, received)])
+                self.swap([], [((own - 1) % stages, received)])
             result = self.call(chunk, (input_ids, labels), received)
             if chunk.is_last:
                 return result
-            swap(self._group, [((own + 1) % stages, result)], [])
+            self.swap([((own + 1) % stages, result)], [])
         return None
 
     def sum_of(self, value: float) -> float:
