@@ -27,12 +27,13 @@ def can_be_fsdp(sheet: Sheet) -> bool:
 def fsdp_content(sheet: Sheet) -> dict[str, Any]:
     """FSDP2's keys, without prefix."""
     stage = sheet.get("zero_stage")
-    if stage in (0, 1):
+    offloads = _offloads(sheet)
+    if stage in (0, 1) and sheet.ranks > 1:
         sheet.missing("zero_stage", "FSDP2 shares gradients out too: this is stage 2")
     content: dict[str, Any] = {
         "version": 2,
-        "reshard_after_forward": stage in ("auto", 3),
-        "cpu_offload": _offloads(sheet),
+        "reshard_after_forward": stage in ("auto", 3) or (offloads and stage != 2),
+        "cpu_offload": offloads,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": "SHARDED_STATE_DICT",
         "cpu_ram_efficient_loading": True,

@@ -33,6 +33,14 @@ _INSTEAD = {
     "optim_master": "the fp32 copy is whole",
     "offload_folder": "there is no disk tier",
 }
+# What every tool does anyway.
+_USUAL = {
+    "lazy_step": "false",
+    "loss": "full",
+    "offload_activations": "false",
+    "offload_optimizer_fraction": 1,
+    "offload_param_fraction": 1,
+}
 _SCRIPT = "said in the training script, or on its command line"
 
 
@@ -69,7 +77,8 @@ class Sheet:
         """All notes, with one for every key that nobody asked for."""
         for name, value in self.keys.items():
             default = Job.model_fields[name].get_default(call_default_factory=True)
-            if name in self._asked or name in _OWN_MATTERS or value in ("auto", default):
+            usual = ("auto", default, _USUAL.get(name, "auto"))
+            if name in self._asked or name in _OWN_MATTERS or value in usual:
                 continue
             self.notes.append(Note(name, shown(value).strip("'"), "", _INSTEAD.get(name, _SCRIPT)))
         return self.notes
