@@ -16,23 +16,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from placement_contenders import PLAIN
+from placement_contenders import OURS, PLAIN
+from placement_contest import processor, run, say, versions
 from placement_disk import stream
 from placement_page import page
+from placement_peers import PEERS
 from placement_setting import Setting
-from placement_workers import CONTENDERS, Failed, Runner, forked
+from placement_workers import forked
 
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = (
@@ -44,7 +43,6 @@ SETTINGS = (
         "waiting, 2 ranks", 2, sequences=1, length=16, waits_seconds=(0.03, 0.04), also_quick=False
     ),
 )
-STEPS = 2  # of a turn, timed
 MINUTES, QUICK_MINUTES = 5.0, 0.5  # of turns; starts and memory come on top
 FEWEST_ROUNDS, QUICK_ROUNDS = 3, 1
 STREAMED_BYTES, QUICK_BYTES = 3 * 2**29, 3 * 2**27
@@ -90,7 +88,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for setting in SETTINGS
         if (setting.also_quick or not arguments.quick) and arguments.settings in setting.name
     ]
-    names = [name for name in CONTENDERS if arguments.only in name or name == PLAIN]
+    contenders = [
+        contender
+        for contender in (*OURS, *PEERS)
+        if arguments.only in contender.name or contender.name == PLAIN
+    ]
     minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else MINUTES)
     second = 60 * minutes / sum(setting.share for setting in settings)
     rounds = QUICK_ROUNDS if arguments.quick else FEWEST_ROUNDS
@@ -101,7 +103,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "settings": [
             {
                 **asdict(setting),
-                "contenders": run(setting, names, second * setting.share, rounds, folder),
+                "contenders": run(setting, contenders, second * setting.share, rounds, folder),
             }
             for setting in settings
         ],
@@ -109,101 +111,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             folder, QUICK_BYTES if arguments.quick else STREAMED_BYTES, STREAM_ROUNDS
         ),
     }
-
-
-def versions() -> dict[str, str]:
-    """Of what is compared."""
-    found = {"Python": platform.python_version()}
-    for package in ("torch", "transformers", "deepspeed"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def processor() -> str:
-    """Its name, where Linux says it."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(": ")[1]
-    return platform.machine()
-
-
-def run(
-    setting: Setting, names: list[str], seconds: float, rounds: int, folder: Path
-) -> dict[str, Any]:
-    """What was measured of each contender, or why not."""
-    begin = perf_counter()
-    here = Contest(
-        {
-            name: Runner(name, setting, folder / f"{setting.name} {number}")
-            for number, name in enumerate(names)
-        }
-    )
-    here.ask_all("start")
-    started = perf_counter()
-    here.take_turns(seconds, rounds)
-    turned = perf_counter()
-    for key in ("memory", "losses"):
-        for name, answers in here.ask_all(key).items():
-            here.results[name][key] = answers
-    here.end()
-    done = max(len(result.get("rounds", ())) for result in here.results.values())
-    say(
-        f"{setting.name}: start {started - begin:.0f} s, {done} rounds {turned - started:.0f} s, "
-        f"memory {perf_counter() - turned:.0f} s"
-    )
-    return here.results
-
-
-class Contest:
-    """Contenders in one setting; who fails is out, with the reason as the result."""
-
-    def __init__(self, runners: dict[str, Runner]) -> None:
-        self._runners = runners
-        self.results: dict[str, Any] = {name: {"rounds": []} for name in runners}
-
-    def ask_all(self, command: str) -> dict[str, list[Any]]:
-        """The answers of all that have one, who work on it at the same time."""
-        for runner in self._runners.values():
-            runner.begin(command)
-        answers = {name: self._answers(name) for name in list(self._runners)}
-        return {name: given for name, given in answers.items() if given is not None}
-
-    def _answers(self, name: str) -> list[Any] | None:
-        try:
-            return self._runners[name].answers()
-        except Failed as failure:
-            say(f"{name}: {failure}")
-            self.results[name] = {"failed": str(failure)}
-            self._runners.pop(name).end()
-            return None
-
-    def take_turns(self, seconds: float, fewest: int) -> None:
-        """Rounds in which each contender has a turn, each time another one first."""
-        end = perf_counter() + seconds
-        number = 0
-        while number < fewest or perf_counter() < end:
-            names = list(self._runners)
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                self._runners[name].begin("turn", STEPS)
-                ranks = self._answers(name)
-                if ranks is not None:
-                    steps = [mean_step(step) for step in zip(*ranks, strict=True)]
-                    self.results[name]["rounds"].append(steps)
-            number += 1
-
-    def end(self) -> None:
-        """Let all processes go."""
-        for runner in self._runners.values():
-            runner.end()
-
-
-def mean_step(ranks: tuple[dict[str, float], ...]) -> dict[str, float]:
-    """A step's seconds, the mean over ranks: one that waits for another does so in any phase."""
-    return {key: round(sum(rank[key] for rank in ranks) / len(ranks), 5) for key in ranks[0]}
 
 
 def stream_beside(folder: Path, total_bytes: int, rounds: int) -> dict[str, Any]:
@@ -221,11 +128,6 @@ def _stream(folder: Path, total_bytes: int, rounds: int) -> dict[str, Any]:
     say_into(folder / "log")
     join(0, 1, folder / "store")
     return stream(folder, total_bytes, rounds)
-
-
-def say(text: str) -> None:
-    """Progress."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar, Protocol
@@ -38,6 +39,13 @@ from tightfit.policies import (
 LEARNING_RATE = 1e-4
 MAX_GRAD_NORM = 1.0
 BETAS, EPSILON = (0.9, 0.999), 1e-8
+ADAMW: dict[str, Any] = {  # torch's
+    "lr": LEARNING_RATE,
+    "betas": BETAS,
+    "eps": EPSILON,
+    "weight_decay": 0.0,
+    "fused": True,
+}
 
 
 class Trainer(Protocol):
@@ -77,7 +85,8 @@ class Contender:
     """A way to train.
 
     Attributes:
-        build: of a model, its setting and a folder on disk makes the trainer.
+        build: of a model, its setting and a folder on disk makes the trainer. It is sent to other
+            processes, so it is a function of a module.
         rivals: who does the same job otherwise; their time is to be beaten.
         plain_step: the same placement with the update inside the step.
     """
@@ -89,21 +98,18 @@ class Contender:
 
 
 class TorchTrainer:
-    """A model whose loss torch differentiates; clipped by torch, updated by its fused AdamW."""
+    """A model whose loss torch differentiates; clipped by torch.
+
+    Args:
+        optimizer: torch's fused AdamW of all parameters when None.
+    """
 
     loss_scale = 1.0
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model = model
         self.parameters = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=LEARNING_RATE,
-            betas=BETAS,
-            eps=EPSILON,
-            weight_decay=0.0,
-            fused=True,
-        )
+        self._optimizer = optimizer or torch.optim.AdamW(self.parameters, **ADAMW)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """See `Trainer`."""
@@ -239,22 +245,22 @@ def _counted_copies() -> Iterator[list[int]]:
         Transfer.copy = plain_copy  # type: ignore[method-assign]
 
 
-def _tightfit(**placement: Any) -> Callable[[PreTrainedModel, Setting, Path], Trainer]:
-    def build(model: PreTrainedModel, setting: Setting, folder: Path) -> Trainer:
-        policies = Policies(
-            batch=BatchPolicy(setting.sequences),
-            placement=PlacementPolicy(**placement),
-            optimizer=OptimizerPolicy(
-                learning_rate=LEARNING_RATE,
-                betas=BETAS,
-                epsilon=EPSILON,
-                max_grad_norm=MAX_GRAD_NORM,
-            ),
-            sharding=ShardingPolicy(setting.ranks, 0 if setting.ranks == 1 else 3),
-        )
-        return TightfitTrainer(model, setting, policies, folder)
-
-    return build
+def tightfit(
+    model: PreTrainedModel, setting: Setting, folder: Path, *, zero_stage: int = 3, **placement: Any
+) -> Trainer:
+    """tightfit's engine; several ranks share the model states out as `zero_stage` says."""
+    policies = Policies(
+        batch=BatchPolicy(setting.sequences),
+        placement=PlacementPolicy(**placement),
+        optimizer=OptimizerPolicy(
+            learning_rate=LEARNING_RATE,
+            betas=BETAS,
+            epsilon=EPSILON,
+            max_grad_norm=MAX_GRAD_NORM,
+        ),
+        sharding=ShardingPolicy(setting.ranks, 0 if setting.ranks == 1 else zero_stage),
+    )
+    return TightfitTrainer(model, setting, policies, folder)
 
 
 HOST_STATES = {"gradients": Tier.HOST, "optimizer_states": Tier.HOST}
@@ -265,32 +271,32 @@ PLAIN = "plain torch, resident"
 
 OURS = (
     Contender(PLAIN, plain),
-    Contender("tightfit, resident", _tightfit(), rivals=(PLAIN,)),
-    Contender("tightfit, optimizer on host", _tightfit(**HOST_STATES)),
+    Contender("tightfit, resident", tightfit, rivals=(PLAIN,)),
+    Contender("tightfit, optimizer on host", partial(tightfit, **HOST_STATES)),
     Contender(
         "tightfit, optimizer on host, lazy",
-        _tightfit(**HOST_STATES, lazy_step=True),
+        partial(tightfit, **HOST_STATES, lazy_step=True),
         plain_step="tightfit, optimizer on host",
     ),
     Contender(
         "tightfit, parameters and optimizer on host",
-        _tightfit(**HOST_STATES, parameters=Tier.HOST),
+        partial(tightfit, **HOST_STATES, parameters=Tier.HOST),
         rivals=(FSDP, DEEPSPEED_CPU),
     ),
     Contender(
         "tightfit, parameters and optimizer on host, lazy",
-        _tightfit(**HOST_STATES, parameters=Tier.HOST, lazy_step=True),
+        partial(tightfit, **HOST_STATES, parameters=Tier.HOST, lazy_step=True),
         rivals=(FSDP, DEEPSPEED_CPU),
         plain_step="tightfit, parameters and optimizer on host",
     ),
     Contender(
         "tightfit, parameters on host, optimizer on NVMe",
-        _tightfit(**DISK_STATES, parameters=Tier.HOST),
+        partial(tightfit, **DISK_STATES, parameters=Tier.HOST),
         rivals=(DEEPSPEED_NVME,),
     ),
     Contender(
         "tightfit, parameters on host, optimizer on NVMe, lazy",
-        _tightfit(**DISK_STATES, parameters=Tier.HOST, lazy_step=True),
+        partial(tightfit, **DISK_STATES, parameters=Tier.HOST, lazy_step=True),
         rivals=(DEEPSPEED_NVME,),
         plain_step="tightfit, parameters on host, optimizer on NVMe",
     ),

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from placement_memory import disk_bytes
-from placement_peers import SUBGROUP_VALUES, deepspeed_config, disk_tiers
+from placement_peers import SUBGROUP_VALUES, disk_tiers, offloading
 from placement_setting import Setting
 from tightfit.bill.on_disk import PIECE_VALUES
 from tightfit.bill.table import Kind
@@ -138,7 +138,7 @@ def deepspeed_pass(folder: Path, records: int) -> Pass:
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
-        config=deepspeed_config(setting, disk_tiers(folder)),
+        config=offloading(setting, disk_tiers(folder)),
     )
     engine.backward(engine(torch.zeros(1, width)).sum())
     engine.step()  # there are no moments before the first

@@ -5,18 +5,26 @@ was reached. Times are given as ratios of turns in the same round; milliseconds 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from placement_contenders import DEEPSPEED_CPU, DEEPSPEED_NVME, FSDP, OURS, PLAIN
 from placement_disk import DEEPSPEED, RAW, TIGHTFIT
+from placement_rounds import (
+    SAME_LOSS,
+    Aim,
+    Measured,
+    Spread,
+    same_losses,
+    step_ratio,
+    step_seconds,
+    typical,
+)
 
 MOST_EXPOSED = 0.05  # of a step, where forward is long enough to hide the optimizer
 LEAST_DISK_RATE = 0.95  # of the disk's own
 PEERS = (FSDP, DEEPSPEED_CPU, DEEPSPEED_NVME)
 DISK_LEAD = 1.4  # over DeepSpeed's swapper
-SAME_LOSS = 1e-4
 NOISE = 0.01  # what two runs of the same program differ by
 
 NOTES = """\
@@ -35,24 +43,6 @@ NOTES = """\
   16 tokens to compute, which leaves the CPU as idle as an accelerator would. That is long enough
   to hide an update in memory; with states on disk, what is not hidden is shown and no aim.
 """
-
-Rounds = list[list[dict[str, float]]]
-Measured = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A figure of each round."""
-
-    values: tuple[float, ...]
-
-    @property
-    def middle(self) -> float:
-        """The median."""
-        return median(self.values)
-
-    def __str__(self) -> str:
-        return f"{self.middle:.2f} ({min(self.values):.2f} - {max(self.values):.2f})"
 
 
 def page(results: dict[str, Any]) -> str:
@@ -99,9 +89,9 @@ def _setting(setting: dict[str, Any]) -> Iterator[str]:
 
 
 def _cells(name: str, measured: Measured, plain: Measured) -> Iterator[str]:
-    yield str(_ratio(measured, plain))
+    yield str(step_ratio(measured, plain))
     phases = ("forward", "backward", "step")
-    yield ", ".join(f"{1000 * _typical(measured, phase):.0f}" for phase in phases)
+    yield ", ".join(f"{1000 * typical(measured, phase):.0f}" for phase in phases)
     yield f"{_exposed(measured).middle:.1%}"
     ranks = measured["memory"]
     memory = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
@@ -115,29 +105,13 @@ def _is_ours(name: str) -> bool:
     return any(contender.name == name for contender in OURS)
 
 
-def _seconds(turn: list[dict[str, float]]) -> float:
-    """A step's, from its beginning to its end."""
-    return mean([step["forward"] + step["backward"] + step["step"] for step in turn])
-
-
 def _exposed(measured: Measured) -> Spread:
     """The optimizer's share of a step that nothing hides, by rounds."""
     shares = (
-        median(step["step"] + step["waited"] for step in turn) / _seconds(turn)
+        median(step["step"] + step["waited"] for step in turn) / step_seconds(turn)
         for turn in measured["rounds"]
     )
     return Spread(tuple(shares))
-
-
-def _ratio(one: Measured, other: Measured) -> Spread:
-    """Step times by rounds, which both have had."""
-    pairs = zip(one["rounds"], other["rounds"], strict=False)
-    return Spread(tuple(_seconds(mine) / _seconds(theirs) for mine, theirs in pairs))
-
-
-def _typical(measured: Measured, phase: str) -> float:
-    rounds: Rounds = measured["rounds"]
-    return median(step[phase] for turn in rounds for step in turn)
 
 
 def _disk(disk: dict[str, Any]) -> Iterator[str]:
@@ -163,21 +137,11 @@ def _rate(disk: dict[str, Any], one: str, other: str) -> Spread:
     return Spread(tuple(theirs / mine for theirs, mine in zip(*seconds, strict=True)))
 
 
-@dataclass(frozen=True)
-class Aim:
-    """Something that was promised."""
-
-    what: str
-    limit: str
-    found: str
-    reached: bool
-
-
 def _aims(results: dict[str, Any]) -> Iterator[Aim]:
     for setting in results["settings"]:
         ran = {name: m for name, m in setting["contenders"].items() if "failed" not in m}
         yield from _step_aims(setting, ran)
-        yield _same_losses(setting["name"], ran)
+        yield same_losses(setting["name"], ran, PLAIN)
     passes = results["disk"]["passes"]
     for other, least in ((RAW, LEAST_DISK_RATE), (DEEPSPEED, DISK_LEAD)):
         if "failed" not in passes[TIGHTFIT] and "failed" not in passes[other]:
@@ -199,7 +163,7 @@ def _step_aims(setting: dict[str, Any], ran: dict[str, Measured]) -> Iterator[Ai
             below.append((contender.plain_step, 1 + NOISE))
         for other, most in below:
             if other in ran and (other != PLAIN or setting["ranks"] == 1):  # else DDP, not sharded
-                ratio = _ratio(ran[name], ran[other])
+                ratio = step_ratio(ran[name], ran[other])
                 what = f"{where}: step of {name} / {other}"
                 yield Aim(what, f"at most {most}", str(ratio), ratio.middle <= most)
         if contender.plain_step and any(setting["waits_seconds"]) and "NVMe" not in name:
@@ -207,16 +171,3 @@ def _step_aims(setting: dict[str, Any], ran: dict[str, Measured]) -> Iterator[Ai
             what = f"{where}: optimizer exposed in {name}"
             found = f"{exposed.middle:.1%}"
             yield Aim(what, f"at most {MOST_EXPOSED:.0%}", found, exposed.middle <= MOST_EXPOSED)
-
-
-def _same_losses(where: str, ran: dict[str, Measured]) -> Aim:
-    """Whether everybody has trained the same, as far as all went."""
-    plain = ran[PLAIN]["losses"]
-    worst = max(
-        abs(mine / theirs - 1)
-        for measured in ran.values()
-        for ours, others in zip(measured["losses"], plain, strict=True)
-        for mine, theirs in zip(ours, others, strict=False)
-    )
-    what = f"{where}: largest relative difference of a loss to {PLAIN}"
-    return Aim(what, f"at most {SAME_LOSS:.0e}", f"{worst:.1e}", worst <= SAME_LOSS)

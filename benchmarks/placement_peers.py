@@ -65,14 +65,8 @@ class FsdpTrainer(TorchTrainer):
     """FSDP2: shards, gradients and states on the host, layers gathered on the device."""
 
     def __init__(self, model: PreTrainedModel, setting: Setting) -> None:
-        mesh = init_device_mesh("cpu", (setting.ranks,))
-        for module in (*decoder_layers(model), model):
-            fully_shard(
-                module,
-                mesh=mesh,
-                offload_policy=CPUOffloadPolicy(pin_memory=False),
-                reshard_after_forward=True,
-            )
+        offload = CPUOffloadPolicy(pin_memory=False)
+        shard(model, setting.ranks, offload_policy=offload, reshard_after_forward=True)
         super().__init__(model)
 
     def counting(self, counter: Ledger) -> None:
@@ -86,6 +80,13 @@ class FsdpTrainer(TorchTrainer):
         return by_design(sum(local_part(p).numel() for p in self.parameters))
 
 
+def shard(model: PreTrainedModel, ranks: int, **how: Any) -> None:
+    """`fully_shard` on each layer and on the model, as FSDP2's tutorial has it."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    for module in (*decoder_layers(model), model):
+        fully_shard(module, mesh=mesh, **how)
+
+
 def by_design(values: int) -> int:
     """Bytes per step: a shard in fp32 comes in forward and in backward, and its gradient leaves."""
     return 3 * 4 * values
@@ -97,17 +98,24 @@ def fsdp(model: PreTrainedModel, setting: Setting, folder: Path) -> Trainer:
 
 
 class DeepSpeedTrainer:
-    """DeepSpeed's engine."""
+    """DeepSpeed's engine.
+
+    Args:
+        optimizer: the one that `config` names when None.
+    """
 
     loss_scale = 1.0
 
-    def __init__(self, model: PreTrainedModel, setting: Setting, tiers: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         import deepspeed
 
         self._engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config=deepspeed_config(setting, tiers),
+            model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config
         )
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -140,14 +148,37 @@ class DeepSpeedTrainer:
         return by_design(sum(p.ds_tensor.numel() for p in self._engine.module.parameters()))
 
 
-def deepspeed_config(setting: Setting, tiers: dict[str, Any]) -> dict[str, Any]:
-    """ZeRO-3 in fp32, with CPU Adam where `tiers` say."""
-    layer = 4 * setting.hidden_size**2 + 3 * setting.hidden_size * setting.intermediate_size
+def deepspeed_config(setting: Setting) -> dict[str, Any]:
+    """A step in fp32, clipped, of one micro-batch."""
     return {
         "train_micro_batch_size_per_gpu": setting.sequences,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": MAX_GRAD_NORM,
         "steps_per_print": 10**9,
+    }
+
+
+def stage_3(setting: Setting) -> dict[str, Any]:
+    """ZeRO-3 that gathers a layer ahead and keeps none from forward to backward."""
+    layer = layer_values(setting)
+    return {
+        "stage": 3,
+        "stage3_max_live_parameters": 2 * layer,
+        "stage3_max_reuse_distance": layer // 2,
+        "stage3_prefetch_bucket_size": layer,
+        "reduce_bucket_size": layer,
+    }
+
+
+def layer_values(setting: Setting) -> int:
+    """Of a decoder layer's matrices."""
+    return 4 * setting.hidden_size**2 + 3 * setting.hidden_size * setting.intermediate_size
+
+
+def offloading(setting: Setting, tiers: dict[str, Any]) -> dict[str, Any]:
+    """ZeRO-3, with CPU Adam where `tiers` say."""
+    return {
+        **deepspeed_config(setting),
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -160,12 +191,8 @@ def deepspeed_config(setting: Setting, tiers: dict[str, Any]) -> dict[str, Any]:
         },
         "aio": AIO,
         "zero_optimization": {
-            "stage": 3,
+            **stage_3(setting),
             "sub_group_size": SUBGROUP_VALUES,
-            "stage3_max_live_parameters": 2 * layer,
-            "stage3_max_reuse_distance": layer // 2,
-            "stage3_prefetch_bucket_size": layer,
-            "reduce_bucket_size": layer,
             **tiers,
         },
     }
@@ -174,12 +201,13 @@ def deepspeed_config(setting: Setting, tiers: dict[str, Any]) -> dict[str, Any]:
 def deepspeed_on_host(model: PreTrainedModel, setting: Setting, folder: Path) -> Trainer:
     """Parameters and optimizer in host memory."""
     host = {"device": "cpu", "pin_memory": False}
-    return DeepSpeedTrainer(model, setting, {"offload_param": host, "offload_optimizer": host})
+    tiers = {"offload_param": host, "offload_optimizer": host}
+    return DeepSpeedTrainer(model, offloading(setting, tiers))
 
 
 def deepspeed_on_disk(model: PreTrainedModel, setting: Setting, folder: Path) -> Trainer:
     """Parameters in host memory, the optimizer on disk through the pipelined swapper."""
-    return DeepSpeedTrainer(model, setting, disk_tiers(folder))
+    return DeepSpeedTrainer(model, offloading(setting, disk_tiers(folder)))
 
 
 def disk_tiers(folder: Path) -> dict[str, Any]:

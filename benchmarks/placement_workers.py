@@ -1,4 +1,4 @@
-"""Runs contenders of placement.py: each in processes of its own, as many as the setting has ranks.
+"""Runs contenders: each in processes of its own, as many as the setting has ranks.
 
 They are forked from a server that has imported the libraries, live at the same time and do nothing
 until it is their turn, so that a turn of one can be laid beside the turn of another a moment later.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from placement_contenders import OURS, Trainer
+from placement_contenders import Contender, Trainer
 from placement_memory import (
     anonymous_bytes,
     disk_bytes,
@@ -30,7 +30,6 @@ from placement_memory import (
     peak_anonymous_bytes,
     return_freed_memory,
 )
-from placement_peers import PEERS
 from placement_setting import Setting, batch, make_model
 from tightfit.bill.table import Phase
 from tightfit.ledger import Ledger
@@ -39,7 +38,6 @@ from tightfit.policies import Tier
 GIVEN_UP_AFTER_SECONDS = 300.0  # without an answer
 WARM_UP_STEPS = 1  # of a turn: caches are somebody else's when it begins
 _IMPORTED_ONCE = ["placement_peers", "transformers.models.llama.modeling_llama", "deepspeed"]
-CONTENDERS = {contender.name: contender for contender in (*OURS, *PEERS)}
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Failed(Exception):
 class Runner:
     """One contender in its processes."""
 
-    def __init__(self, contender: str, setting: Setting, folder: Path) -> None:
+    def __init__(self, contender: Contender, setting: Setting, folder: Path) -> None:
         self._ends: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._folder = folder
@@ -123,7 +121,9 @@ def forked() -> Any:
     return context
 
 
-def _serve(end: Connection, contender: str, setting: Setting, folder: Path, rank: int) -> None:
+def _serve(
+    end: Connection, contender: Contender, setting: Setting, folder: Path, rank: int
+) -> None:
     """A rank: answer until nobody asks any more."""
     say_into(folder / f"rank{rank}.log")
     join(rank, setting.ranks, folder / "store")
@@ -168,7 +168,7 @@ def join(rank: int, ranks: int, store: Path) -> None:
 class _Served:
     """A trainer and what can be asked of it."""
 
-    def __init__(self, contender: str, setting: Setting, folder: Path, rank: int) -> None:
+    def __init__(self, contender: Contender, setting: Setting, folder: Path, rank: int) -> None:
         self._setting, self._rank = setting, rank
         self._steps = 0
         self._losses: list[float] = []
@@ -177,7 +177,7 @@ class _Served:
         with self._counter:
             model = make_model(setting)
             self._counter.adopt(model)
-            self._trainer: Trainer = CONTENDERS[contender].build(model, setting, folder)
+            self._trainer: Trainer = contender.build(model, setting, folder)
             self._one_step()
 
     def start(self) -> None:
