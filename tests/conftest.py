@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -34,6 +37,32 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def any_folder_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary folders are in memory on many systems; here they do as disks."""
     monkeypatch.setattr("tightfit.facts.disk._IN_MEMORY", ())
+
+
+@pytest.fixture
+def forked_ranks(tmp_path: Path) -> Callable[[Callable[[int], Any], int], list[Any]]:
+    """What some work returns on each of several forked ranks on gloo."""
+
+    def run(work: Callable[[int], Any], ranks: int) -> list[Any]:
+        context = multiprocessing.get_context("fork")
+        results = context.SimpleQueue()
+
+        def rank(number: int) -> None:
+            torch.set_num_threads(1)
+            store = dist.FileStore(str(tmp_path / "store"), ranks)
+            dist.init_process_group("gloo", store=store, rank=number, world_size=ranks)
+            results.put((number, work(number)))
+            dist.destroy_process_group()
+
+        processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0] * ranks
+        return [result for _, result in sorted(results.get() for _ in range(ranks))]
+
+    return run
 
 
 CHATML = (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,27 +17,7 @@ from tightfit.monitor.communication import CommunicationWatch
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 LATE_SECONDS = 0.1
-
-
-def on_two_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
-    """What `work` returns on each of two forked ranks on gloo."""
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-
-    def rank(number: int) -> None:
-        torch.set_num_threads(1)
-        store = dist.FileStore(str(folder / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=number, world_size=2)
-        results.put((number, work(number)))
-        dist.destroy_process_group()
-
-    processes = [context.Process(target=rank, args=(number,)) for number in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    return [result for _, result in sorted(results.get() for _ in range(2))]
+Forked = Callable[[Callable[[int], Any], int], list[Any]]
 
 
 def wait_for_the_late_one(number: int) -> dict[str, float]:
@@ -62,9 +40,9 @@ def wait_for_the_late_one(number: int) -> dict[str, float]:
             "again": watch.take_seconds()}  # fmt: skip
 
 
-def test_a_rank_waits_until_the_last_one_comes(tmp_path: Path) -> None:
+def test_a_rank_waits_until_the_last_one_comes(forked_ranks: Forked) -> None:
     """Both read the same clock: no collective ends before the late rank has called it."""
-    early, late = on_two_ranks(wait_for_the_late_one, tmp_path)
+    early, late = forked_ranks(wait_for_the_late_one, 2)
     assert early["waited"] >= late["called"] - early["called"] - 1e-3
     for rank in (early, late):
         assert 0 < rank["waited"] <= rank["inside"], "computing does not count"
@@ -84,8 +62,8 @@ def shard_and_step(number: int) -> dict[str, float]:
     return {"waits": counted, "seconds": watch.take_seconds()}
 
 
-def test_it_sees_what_fsdp_does_in_forward_and_backward(tmp_path: Path) -> None:
-    for rank in on_two_ranks(shard_and_step, tmp_path):
+def test_it_sees_what_fsdp_does_in_forward_and_backward(forked_ranks: Forked) -> None:
+    for rank in forked_ranks(shard_and_step, 2):
         # Two layers are gathered twice, or once where the second stays whole, and scattered once.
         assert rank["waits"] >= 2 * (3 + 2)
         assert rank["seconds"] > 0

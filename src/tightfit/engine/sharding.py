@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -49,6 +50,7 @@ from tightfit.engine.hooks import when_accumulated
 from tightfit.engine.layers import own_layers
 from tightfit.engine.mesh import Dimension, Mesh, is_shard
 from tightfit.engine.ranks import OneRank, Ranks, Replicas, TensorGroup, square_over, summed
+from tightfit.engine.rings import gather, goes_round, scatter_sum
 from tightfit.errors import UnsupportedError
 from tightfit.policies import Policies, Tier
 
@@ -225,7 +227,20 @@ class _Books:
 
 
 class BookedAllGather(DefaultAllGather):
-    """FSDP2's gather, whose buffers are booked."""
+    """FSDP2's gather, whose buffers are booked; on CPUs it goes round the ranks."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather; the input is this rank's part of the output."""
+        if async_op or not goes_round(output_tensor, group):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        gather(output_tensor, group)
+        return None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -236,7 +251,23 @@ class BookedAllGather(DefaultAllGather):
 
 
 class _BookedReduceScatter(DefaultReduceScatter):
-    """FSDP2's sum and scatter, whose buffers are booked; the output becomes the gradients."""
+    """FSDP2's sum and scatter, whose buffers are booked; the output becomes the gradients. On CPUs
+    it goes round the ranks."""
+
+    def __call__(  # type: ignore[override]  # as `ReduceScatter` has it
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum, which is what FSDP2 was told to do; nobody reads the input afterwards."""
+        if async_op or not goes_round(output_tensor, group):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        assert op == dist.ReduceOp.SUM
+        scatter_sum(output_tensor, input_tensor, group)
+        return None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
