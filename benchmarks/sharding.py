@@ -7,8 +7,8 @@ benchmarks/results/sharding.json and sharding.md.
 PEERS is an environment with tightfit and DeepSpeed, as placement_peers.py says how to make. In each
 mode its contenders take turns, as placement_contest.py says, each rank with one thread.
 
-Takes ten minutes. `--only "2 ranks, ZeRO-3"` measures that again and keeps the rest of the results;
-nothing is kept with --quick.
+Takes ten minutes on an idle machine. `--only "2 ranks, ZeRO-3"` measures that again and keeps the
+rest of the results; nothing is kept with --quick.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from sharding_page import machine, page
 RESULTS = Path(__file__).parent / "results"
 RANKS = (2, 4)
 MODEL = {"hidden_size": 512, "intermediate_size": 1376, "layers": 6, "vocabulary": 4096}
-SECONDS, QUICK_SECONDS = 40.0, 1.0  # of turns, in each mode
+SECONDS, QUICK_SECONDS = 30.0, 1.0  # of turns, in each mode
 FEWEST_ROUNDS, QUICK_ROUNDS = 5, 1
+NAMES = {f"{ranks} ranks, {mode.name}": (ranks, mode) for ranks in RANKS for mode in MODES}
 
 
 def main() -> int:
     """Measure and write; 1 if nothing was asked for."""
     arguments = parse()
     file = RESULTS / "sharding.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    if not arguments.page_only:
-        measured = measure(arguments)
-        if not measured:
-            print(f"no mode has {arguments.only!r} in its name", file=sys.stderr)
-            return 1
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    asked = [name for name in NAMES if arguments.only in name]
+    if not asked:
+        print(f"no mode has {arguments.only!r} in its name", file=sys.stderr)
+        return 1
+    for name in () if arguments.page_only else asked:
+        result = measure(name, arguments)
         if arguments.quick:
-            print(page(measured))
-            return 0
-        kept = merged(kept, measured)
-        file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "sharding.md").write_text(page(kept), encoding="utf-8")
+            print(page([result]))
+            continue
+        results = merged(results, result)
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if not arguments.quick:
+        (RESULTS / "sharding.md").write_text(page(results), encoding="utf-8")
     return 0
 
 
@@ -65,36 +68,31 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """What was measured in each mode that was asked for."""
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was measured in a mode."""
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    ranks, mode = NAMES[name]
+    setting = Setting(name, ranks, **MODEL)
     seconds = QUICK_SECONDS if arguments.quick else SECONDS
     rounds = QUICK_ROUNDS if arguments.quick else FEWEST_ROUNDS
     folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="sharding-"))
     try:
-        return [
-            {
-                **asdict(setting),
-                "mode": mode.name,
-                "date": str(date.today()),
-                "versions": versions(),
-                "machine": machine(),
-                "contenders": run(setting, (mode.ours, *mode.peers), seconds, rounds, folder),
-            }
-            for ranks in RANKS
-            for mode in MODES
-            for setting in [Setting(f"{ranks} ranks, {mode.name}", ranks, **MODEL)]
-            if arguments.only in setting.name
-        ]
+        return {
+            **asdict(setting),
+            "mode": mode.name,
+            "date": str(date.today()),
+            "versions": versions(),
+            "machine": machine(),
+            "contenders": run(setting, (mode.ours, *mode.peers), seconds, rounds, folder),
+        }
     finally:
         shutil.rmtree(folder)
 
 
-def merged(kept: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results by name, new ones in place of those that they repeat, in the order of a whole run."""
-    by_name = {result["name"]: result for result in (*kept, *new)}
-    names = [f"{ranks} ranks, {mode.name}" for ranks in RANKS for mode in MODES]
-    return [by_name[name] for name in names if name in by_name]
+def merged(results: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """With a new one in place of the one that it repeats, in the order of a whole run."""
+    by_name = {result["name"]: result for result in (*results, new)}
+    return [by_name[name] for name in NAMES if name in by_name]
 
 
 if __name__ == "__main__":
