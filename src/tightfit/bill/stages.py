@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from tightfit.errors import UnsupportedError
 
@@ -52,6 +53,19 @@ def stage_layers(
 
     _, ends = _best(weight, len(layers), runs, uneven)
     return [range(first, end) for first, end in zip((0, *ends), ends, strict=False)]
+
+
+@lru_cache
+def layout_of(
+    layers: int, inside: int, end: int, stages: int, chunks: int = 1
+) -> tuple[range, ...]:
+    """`stage_layers` of layers that are all alike.
+
+    Args:
+        inside: parameters of a layer.
+        end: those of the embedding, and of the output layer.
+    """
+    return tuple(stage_layers([inside] * layers, end, end, stages, chunks))
 
 
 def _best(

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from tightfit.bill.model_states import state_widths
 from tightfit.bill.on_disk import SLOTS
-from tightfit.bill.stages import stage_layers
+from tightfit.bill.stages import layout_of
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.bill.timetable import most_in_flight
 from tightfit.dry_run import DryRun
@@ -251,20 +250,13 @@ def _beyond_average(policies: Policies, run: DryRun, states: int, of_layers: int
         yield of_layers // stages
         return
     sizes = stages, sharding.virtual_stages
-    runs = _stage_layers(shape.layers, inside, end, *sizes)
+    runs = layout_of(shape.layers, inside, end, *sizes)
     for number in range(stages):
         layers = [len(run) for run in runs[number::stages]]
         own = sum(layers) * inside + end * (number in (0, stages - 1))
         in_flight = most_in_flight(sharding.pipeline_schedule, number, *sizes, steps)
         left = of_layers * min(layers) / shape.layers * in_flight
         yield int(left + states * (own * stages / total - 1))
-
-
-@lru_cache
-def _stage_layers(
-    layers: int, inside: int, end: int, stages: int, chunks: int
-) -> tuple[range, ...]:
-    return tuple(stage_layers([inside] * layers, end, end, stages, chunks))
 
 
 def _beside_training(policies: Policies) -> dict[Phase, Hashable]:

@@ -20,7 +20,7 @@ from enum import StrEnum
 from tightfit.bill.quantised import quantised_bytes
 from tightfit.engine.mesh import Dimension
 from tightfit.facts.workload import Workload
-from tightfit.policies import LossKind, Policies, Tier
+from tightfit.policies import LossKind, Policies, ShardingPolicy, Tier
 from tightfit.units import MIB
 
 _FP32 = 4
@@ -106,26 +106,25 @@ def bytes_between_machines(found: Iterable[Exchange], policies: Policies, machin
     """
     sharding = policies.sharding
     here = sharding.ranks / machines
-    inner = _ranks_inside(policies)
     total = 0.0
     for exchange in found:
-        # Ranks of one group on a machine.
-        together = max(1.0, min(exchange.ranks, here / inner[exchange.dimension]))
+        together = ranks_together(exchange, sharding, machines)
         if together < exchange.ranks:
             total += exchange.sent_bytes * here / together
     return total
 
 
-def _ranks_inside(policies: Policies) -> dict[Dimension, int]:
-    """How far apart neighbours along each dimension are numbered."""
-    sharding = policies.sharding
-    replicated = sharding.tensor_parallel * sharding.shards
-    return {
+def ranks_together(exchange: Exchange, sharding: ShardingPolicy, machines: int) -> float:
+    """How many ranks of one group are on a machine, which depends on how far apart neighbours along
+    its dimension are numbered."""
+    apart = {
         Dimension.TENSOR: 1,
         Dimension.SHARD: sharding.tensor_parallel,
-        Dimension.REPLICATE: replicated,
+        Dimension.REPLICATE: sharding.tensor_parallel * sharding.shards,
         Dimension.PIPELINE: sharding.tensor_parallel * sharding.data_parallel,
     }
+    here = sharding.ranks / machines
+    return max(1.0, min(exchange.ranks, here / apart[exchange.dimension]))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from tightfit.errors import UnsupportedError
 from tightfit.facts import reached
+from tightfit.facts.machine import Link as DescribedLink
 from tightfit.facts.machine import Machine
-from tightfit.planner.rates import Rates
+from tightfit.planner.rates import Link, Rates
 
 
 def described_rates(machine: Machine, precision: str) -> Rates:
@@ -40,7 +41,13 @@ def described_rates(machine: Machine, precision: str) -> Rates:
         operation_seconds=reached.OPERATION_SECONDS,
         disk_read_bytes_per_second=machine.disk.read_bytes_per_second / ranks,
         disk_write_bytes_per_second=machine.disk.write_bytes_per_second / ranks,
+        link=_link(machine.cards),
+        network=None if machine.network is None else _link(machine.network),
     )
+
+
+def _link(described: DescribedLink) -> Link:
+    return Link.of(described.latency_seconds, described.bytes_per_second)
 
 
 def rates_notes(machine: Machine, precision: str) -> list[str]:

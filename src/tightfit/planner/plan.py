@@ -114,6 +114,7 @@ class StepTime:
     overhead: float
     disk: float = 0.0
     communication: float = 0.0
+    bubble: float = 0.0
 
     @property
     def total(self) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tightfit.bill.runtime import Capability, Link, likely_link, runtime_bytes
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
+from tightfit.facts.model_spec import ModelSpec
 from tightfit.facts.workload import Workload
 from tightfit.planner.bounds import LowerBounds
 from tightfit.planner.collectives import Exchange, ModelSizes, exchanges
@@ -89,6 +90,7 @@ class Pricing:
     Attributes:
         card: compute capability of the card that is planned for.
         link: between cards of a machine; as in most machines when None.
+        machines: that the ranks are on.
         observe: told what is worked out, before each dry run.
         plain: the job without techniques; counts that do not depend on them are taken from it.
     """
@@ -100,6 +102,7 @@ class Pricing:
     card: Capability | None = None
     observe: Observe = nobody
     link: Link | None = None
+    machines: int = 1
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
     _least: LowerBounds = field(init=False)
 
@@ -150,6 +153,7 @@ class Pricing:
             self.workload,
             self.rates.at_width(cost.hidden_size),
             self.traffic(policies),
+            machines=self.machines,
             on_card=self.card is not None,
         )
 
@@ -189,10 +193,11 @@ class Pricing:
         shape = run.shape
         head = shape.vocab_size * shape.hidden_size
         total = run.trainable + run.frozen + run.quantised
+        working = total - self._idle_parameters
         return ModelCost(
             parameters=total,
             trainable=run.trainable,
-            matmul_parameters=total if shape.tied else total - head,
+            matmul_parameters=working if shape.tied else working - head,
             head_parameters=head,
             layers=shape.layers,
             hidden_size=shape.hidden_size,
@@ -213,6 +218,12 @@ class Pricing:
             vocab_size=shape.vocab_size,
             tied=shape.tied,
         )
+
+    @cached_property
+    def _idle_parameters(self) -> int:
+        """Of experts that a token is not sent to; 0 where there is no closed form."""
+        counts = ModelSpec("", "file", dict(fields_of(self.config))).parameter_counts()
+        return 0 if counts is None else counts.total - counts.active
 
     @cached_property
     def _activation_bytes_per_token(self) -> float:

@@ -43,6 +43,12 @@ class Link:
     reduce_scatter: Collective
     all_reduce: Collective
 
+    @classmethod
+    def of(cls, latency_seconds: float, bytes_per_second: float) -> Link:
+        """One that all collectives pass alike."""
+        alike = Collective(latency_seconds, bytes_per_second)
+        return cls(alike, alike, alike)
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -59,6 +65,7 @@ class Rates:
         matmul_by_width: width of a layer and the rate of its products, widths rising; empty where
             nobody has looked, and `matmul_flops_per_second` counts for all.
         link: between the ranks of this machine; None where nobody has measured it.
+        network: between machines, of all ranks of one together; None where nobody has.
     """
 
     matmul_flops_per_second: float
@@ -71,6 +78,7 @@ class Rates:
     disk_write_bytes_per_second: float = ASSUMED_DISK.write_bytes_per_second
     matmul_by_width: tuple[tuple[int, float], ...] = ()
     link: Link | None = None
+    network: Link | None = None
 
     def with_disk(self, disk: DiskRate) -> Rates:
         """The same with a disk that was measured."""

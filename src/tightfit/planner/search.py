@@ -126,7 +126,9 @@ def _prepare(
         else _rates_here(job, hardware, device, precision, threads)
     )
     link = link_of(job, card)
-    pricing = Pricing(options.plain(), config, workload, known.rates, card, observe, link)
+    pricing = Pricing(
+        options.plain(), config, workload, known.rates, card, observe, link, job.nnodes
+    )
     return _Search(
         job,
         pricing,

@@ -1,20 +1,21 @@
 """Predicted seconds of one optimizer step from counts and measured rates.
 
-A step is a rank's matrix products over their rate, plus element-wise work over the memory's rate,
-plus the update, plus a fixed cost per operation, plus what copies and disk take beyond what runs
-meanwhile.
-A card computes while copies and the host's update go on; on a CPU they take its own time, and only
-the disk is waited for beside it. Layers are alike, so what is hidden of one is hidden of all. What
-ranks send each other is taken to be as fast as copies between device and host: nobody measures
-their link yet. Knows nothing of memory.
+A step is a rank's matrix products over their rate, but no less than reading the matrices takes,
+plus element-wise work over the memory's rate, plus the update, plus a fixed cost per operation,
+plus what copies, ranks and disk take beyond what runs meanwhile, plus what stages stand idle.
+A card computes while copies, collectives and the host's update go on, and while the next operations
+are started; on a CPU they take its own time, and only the disk is waited for beside it. Layers are
+alike, so what is hidden of one is hidden of all. Knows nothing of memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tightfit.bill.stages import layout_of
 from tightfit.facts.workload import Workload
-from tightfit.planner.collectives import ModelSizes, exchanges, sent_bytes
+from tightfit.planner.collectives import ModelSizes, exchanges
+from tightfit.planner.links import waiting
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.traffic import Traffic
@@ -59,6 +60,11 @@ class _Computing:
     backward: float
     recompute: float
 
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.recompute
+
 
 def predict_step_time(
     cost: ModelCost,
@@ -67,12 +73,14 @@ def predict_step_time(
     rates: Rates,
     traffic: Traffic,
     *,
+    machines: int = 1,
     on_card: bool,
 ) -> StepTime:
     """Seconds of one optimizer step over the global batch.
 
     Args:
         traffic: what moves meanwhile.
+        machines: that the ranks are on.
         on_card: whether the device computes while the host copies and updates.
     """
     computing = _computing(cost, policies, workload, rates)
@@ -92,13 +100,23 @@ def predict_step_time(
         optimizer=update.on_device + update.norm + exposed,
         copies=copies
         + (max(0.0, update.copies - max(busy, update.disk)) if on_card else update.copies),
-        overhead=_OPERATIONS_PER_LAYER
-        * cost.layers
-        * policies.batch.accumulation_steps
-        * rates.operation_seconds,
+        overhead=_overhead(cost, policies, rates, computing, on_card=on_card),
         disk=disk + max(0.0, update.disk - busy),
-        communication=_communication(cost, policies, workload, rates, computing, on_card=on_card),
+        communication=_communication(
+            cost, policies, workload, rates, computing, machines=machines, on_card=on_card
+        ),
+        bubble=_bubble(policies, computing),
     )
+
+
+def _overhead(
+    cost: ModelCost, policies: Policies, rates: Rates, computing: _Computing, *, on_card: bool
+) -> float:
+    """What starting operations takes; a card has them started while it computes."""
+    layers = cost.layers / policies.sharding.pipeline_parallel
+    started = _OPERATIONS_PER_LAYER * layers * policies.batch.accumulation_steps
+    seconds = started * rates.operation_seconds
+    return max(0.0, seconds - computing.total) if on_card else seconds
 
 
 def _communication(
@@ -108,35 +126,62 @@ def _communication(
     rates: Rates,
     computing: _Computing,
     *,
+    machines: int,
     on_card: bool,
 ) -> float:
     """What collectives take; on a card, of those that computing hides, what is beyond it."""
     found = exchanges(cost.sizes, policies, workload)
-    behind = sent_bytes(e for e in found if e.hidden) / rates.copy_bytes_per_second
-    waited = sent_bytes(e for e in found if not e.hidden) / rates.copy_bytes_per_second
-    hides = computing.forward + computing.backward + computing.recompute if on_card else 0.0
-    return waited + max(0.0, behind - hides)
+    waits = waiting(found, policies.sharding, machines, rates)
+    return waits.exposed + max(0.0, waits.hidden - (computing.total if on_card else 0.0))
+
+
+def _bubble(policies: Policies, computing: _Computing) -> float:
+    """What stages of a pipeline stand idle while it fills and empties: as long as (stages - 1) of
+    the micro-batches compute, interleaved a part of that (https://arxiv.org/abs/2104.04473, 2.2).
+    """
+    sharding, batches = policies.sharding, policies.batch.accumulation_steps
+    runs = batches * sharding.virtual_stages
+    return computing.total * (sharding.pipeline_parallel - 1) / runs
 
 
 def _computing(cost: ModelCost, policies: Policies, workload: Workload, rates: Rates) -> _Computing:
-    # Ranks have an equal part of it each, by sequences, by matrices or by layers.
-    tokens = workload.average_tokens_per_step / policies.sharding.ranks
+    sharding = policies.sharding
+    # Ranks have an equal part each, by sequences or by matrices; of stages the fullest counts.
+    tokens = workload.average_tokens_per_step / sharding.ranks * _fullest(cost, policies)
     attention = 2 * 2 * cost.layers * cost.hidden_size * workload.sequence_length / 2
-    forward = tokens * (2 * cost.matmul_parameters + attention)
-    # Backward is two products per product, one where the weight is frozen.
-    backward = forward * (2 if policies.adapter is None else 1)
+    products = 2 * cost.matmul_parameters + attention
+    recomputed = 2 * (cost.matmul_parameters - cost.head_parameters) + attention
+    shares = sharding.tensor_parallel * sharding.pipeline_parallel
+    matrices = cost.matmul_parameters / shares * policies.precision.parameter_bytes
+    least = policies.batch.accumulation_steps * matrices / rates.memory_bytes_per_second
+
+    def seconds(operations: float) -> float:
+        """Of products that read every matrix once in each micro-batch."""
+        return max(operations / rates.matmul_flops_per_second, least)
+
     element_wise = tokens * cost.activation_bytes_per_token / rates.memory_bytes_per_second
-    recomputed = tokens * (2 * (cost.matmul_parameters - cost.head_parameters) + attention)
-    recompute = (
-        recomputed / rates.matmul_flops_per_second + element_wise * _MOVES_IN_FORWARD
-        if policies.checkpointing.enabled
-        else 0.0
-    )
+    again = seconds(tokens * recomputed) + element_wise * _MOVES_IN_FORWARD
+    again *= (1 / policies.checkpointing.every) if policies.checkpointing.enabled else 0.0
+    # Backward is two products per product, one where the weight is frozen.
+    times = 2 if policies.adapter is None else 1
     return _Computing(
-        forward / rates.matmul_flops_per_second + element_wise * _MOVES_IN_FORWARD,
-        backward / rates.matmul_flops_per_second + element_wise * _MOVES_IN_BACKWARD,
-        recompute + _logits_again(cost, policies, tokens) / rates.matmul_flops_per_second,
+        seconds(tokens * products) + element_wise * _MOVES_IN_FORWARD,
+        times * seconds(tokens * products) + element_wise * _MOVES_IN_BACKWARD,
+        again + _logits_again(cost, policies, tokens) / rates.matmul_flops_per_second,
     )
+
+
+def _fullest(cost: ModelCost, policies: Policies) -> float:
+    """How much more the fullest stage computes than an average one."""
+    stages = policies.sharding.pipeline_parallel
+    if stages == 1:
+        return 1.0
+    inside = (cost.matmul_parameters - cost.head_parameters) // cost.layers
+    chunks = policies.sharding.virtual_stages
+    runs = layout_of(cost.layers, inside, cost.head_parameters, stages, chunks)
+    weights = [inside * sum(map(len, runs[number::stages])) for number in range(stages)]
+    weights[-1] += cost.head_parameters
+    return stages * max(weights) / cost.matmul_parameters
 
 
 def _logits_again(cost: ModelCost, policies: Policies, tokens: float) -> float:
