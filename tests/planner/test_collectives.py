@@ -25,8 +25,8 @@ from tightfit.planner.collectives import (
     Collective,
     Exchange,
     ModelSizes,
-    _ranks_inside,
     bytes_between_machines,
+    distances,
     exchanges,
     sent_bytes,
 )
@@ -95,7 +95,7 @@ def counted(policies: Policies, calls: Seen, whole: Seen) -> Iterator[None]:
     }
     apart = {
         step: dimension
-        for dimension, step in _ranks_inside(policies).items()
+        for dimension, step in distances(policies.sharding).items()
         if sizes[dimension] > 1
     }  # by how far apart neighbours are numbered
 

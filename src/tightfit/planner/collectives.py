@@ -115,16 +115,19 @@ def bytes_between_machines(found: Iterable[Exchange], policies: Policies, machin
 
 
 def ranks_together(exchange: Exchange, sharding: ShardingPolicy, machines: int) -> float:
-    """How many ranks of one group are on a machine, which depends on how far apart neighbours along
-    its dimension are numbered."""
-    apart = {
+    """How many ranks of one group are on a machine."""
+    here = sharding.ranks / machines
+    return max(1.0, min(exchange.ranks, here / distances(sharding)[exchange.dimension]))
+
+
+def distances(sharding: ShardingPolicy) -> dict[Dimension, int]:
+    """How far apart neighbours along each dimension are numbered."""
+    return {
         Dimension.TENSOR: 1,
         Dimension.SHARD: sharding.tensor_parallel,
         Dimension.REPLICATE: sharding.tensor_parallel * sharding.shards,
         Dimension.PIPELINE: sharding.tensor_parallel * sharding.data_parallel,
     }
-    here = sharding.ranks / machines
-    return max(1.0, min(exchange.ranks, here / apart[exchange.dimension]))
 
 
 @dataclass(frozen=True)
