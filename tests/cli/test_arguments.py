@@ -65,6 +65,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 # Keys that are accepted only beside another one.
 BESIDE = {
+    "adapt": ("--save_strategy", "steps"),
     "quantization_bit": ("--finetuning_type", "lora"),
     "tensor_parallel_size": ("--num_gpus", "3"),
     "node_rank": ("--nnodes", "99"),
@@ -232,7 +233,10 @@ def test_tables_of_names_agree() -> None:
             {"num_gpus": 3, "nnodes": 2, "tensor_parallel_size": 4},
             "num_gpus 3 x nnodes 2 is not a multiple of",
         ),
-        ({"pipeline_schedule": "interleaved"}, "needs pipeline_parallel_size 2 or more"),
+        (
+            {"pipeline_schedule": "interleaved", "pipeline_parallel_size": 1},
+            "needs pipeline_parallel_size 2 or more",
+        ),
         ({"virtual_pipeline_stages": 1}, "1 is not accepted; it must be a whole number"),
         (
             {"num_gpus": 2, "pipeline_parallel_size": 2, "virtual_pipeline_stages": 2},

@@ -93,7 +93,7 @@ def _deepspeed(sheet: Sheet) -> dict[str, Any]:
 
 
 def _parallel(sheet: Sheet) -> dict[str, Any]:
-    copies, tensor = sheet.get("data_parallel_replicas"), sheet.get("tensor_parallel_size")
+    copies, tensor = sheet.size("data_parallel_replicas"), sheet.size("tensor_parallel_size")
     if copies == 1 and tensor == 1:
         return {}
     sizes = {

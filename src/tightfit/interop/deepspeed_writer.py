@@ -182,14 +182,14 @@ def _stage(sheet: Sheet, optimizer: str, parameters: str, fraction: Any) -> int:
 
 def _parallel(sheet: Sheet) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if sheet.get("tensor_parallel_size") > 1:
-        content["tensor_parallel"] = {"autotp_size": sheet.get("tensor_parallel_size")}
-    if sheet.get("pipeline_parallel_size") > 1:
-        content["pipeline"] = {"stages": sheet.get("pipeline_parallel_size")}
+    if sheet.size("tensor_parallel_size") > 1:
+        content["tensor_parallel"] = {"autotp_size": sheet.size("tensor_parallel_size")}
+    if sheet.size("pipeline_parallel_size") > 1:
+        content["pipeline"] = {"stages": sheet.size("pipeline_parallel_size")}
         sheet.missing(
             "pipeline_parallel_size", "DeepSpeed has stages for a PipelineModule of your own only"
         )
-    if sheet.get("data_parallel_replicas") > 1:
+    if sheet.size("data_parallel_replicas") > 1:
         sheet.missing(
             "data_parallel_replicas", "DeepSpeed shares states out over all ranks (no HSDP)"
         )

@@ -27,6 +27,14 @@ class Tool:
     keep_layers: bool = False
 
 
+# Other tools divide ranks only where they are told to.
+_UNDIVIDED = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_replicas": 1,
+}
+
+
 @dataclass(frozen=True)
 class Reading:
     """A config in the words of a job.
@@ -57,7 +65,7 @@ class Reading:
             name=document.name,
             format=format_name,
             keys=translation.keys,
-            implied=translation.implied,
+            implied={**({} if format_name == "tightfit" else _UNDIVIDED), **translation.implied},
             places=translation.places,
             notes=tuple(translation.notes),
             tool=tool,

@@ -40,6 +40,9 @@ _USUAL = {
     "offload_activations": "false",
     "offload_optimizer_fraction": 1,
     "offload_param_fraction": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_replicas": 1,
 }
 _SCRIPT = "said in the training script, or on its command line"
 
@@ -62,6 +65,11 @@ class Sheet:
         self._asked.add(name)
         value = self.keys.get(name)
         return Job.model_fields[name].get_default() if value is None else value
+
+    def size(self, name: str) -> int:
+        """Of a group of ranks: 1 where the planner finds it, as other tools have no planner."""
+        value = self.get(name)
+        return 1 if value == "auto" else int(value)
 
     def says(self, name: str) -> bool:
         """Whether the job says something other than `auto` for a key that the format has."""
@@ -91,8 +99,8 @@ class Sheet:
     @property
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
-        width = self.get("tensor_parallel_size") * self.get("pipeline_parallel_size")
-        return max(1, self.ranks // int(width))
+        width = self.size("tensor_parallel_size") * self.size("pipeline_parallel_size")
+        return max(1, self.ranks // width)
 
 
 @dataclass(frozen=True)
