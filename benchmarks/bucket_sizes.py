@@ -29,7 +29,7 @@ LAYER = (
     (HEADS_WIDTH, HIDDEN), (KEY_WIDTH, HIDDEN), (KEY_WIDTH, HIDDEN), (HIDDEN, HEADS_WIDTH),
     (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN,), (HIDDEN,),
 )  # fmt: skip
-TIMES = 15
+TIMES = 5
 
 
 def main() -> None:

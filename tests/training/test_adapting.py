@@ -24,7 +24,7 @@ from tightfit.planner import search
 from tightfit.planner.plan import Lighter, Limits, Plan, StepTime
 from tightfit.planner.plan_file import read_policies, write_plan
 from tightfit.planner.rates import Rates
-from tightfit.policies import BatchPolicy, Policies, ShardingPolicy, Tier
+from tightfit.policies import BatchPolicy, OptimizerPolicy, Policies, ShardingPolicy, Tier
 from tightfit.training.adapting import Adapting, Trial, check_boundaries
 from tightfit.training.loop import Schedule
 from tightfit.training.output import LOG, PLAN, TRIED
@@ -138,7 +138,7 @@ def test_each_change_is_made_once_and_told_everywhere(folders: Path, name: str) 
     if not is_tried_in_vain(name):
         assert found["zero_stage"] == stages[-1]
         assert [{"event": "plan", **change} for change in found["changes"]] == events
-        assert read_policies(folder / PLAN).sharding.zero_stage == stages[-1]
+        assert read_policies(folder / PLAN, OptimizerPolicy()).sharding.zero_stage == stages[-1]
         assert not (folder / TRIED).exists(), "a step was done with it"
         for said, step, pair in zip(found["said"], at, pairwise(stages), strict=True):
             assert said.startswith(
@@ -173,8 +173,10 @@ def test_what_cannot_be_set_up_is_left_and_said(folders: Path, name: str) -> Non
         "the run goes on as before from the checkpoint of step 2, as zero_stage: 1 instead of 3 "
         f"could not be set up: {change['failure']}"
     )
-    assert read_policies(folder / PLAN).sharding.zero_stage == 3
-    assert read_policies(folder / TRIED).sharding.zero_stage == 1, "so that a restart knows"
+    assert read_policies(folder / PLAN, OptimizerPolicy()).sharding.zero_stage == 3
+    assert read_policies(folder / TRIED, OptimizerPolicy()).sharding.zero_stage == 1, (
+        "so that a restart knows"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name][1]) > 1])
@@ -308,9 +310,9 @@ def test_a_plan_is_the_runs_own_when_a_step_is_done_with_it(tmp_path: Path) -> N
     trial = Trial(tmp_path)
     trial.step(BUSY[0])
     trial.changed(change)
-    assert read_policies(tmp_path / PLAN).sharding.zero_stage == 3
-    assert read_policies(tmp_path / TRIED).sharding.zero_stage == 1
+    assert read_policies(tmp_path / PLAN, OptimizerPolicy()).sharding.zero_stage == 3
+    assert read_policies(tmp_path / TRIED, OptimizerPolicy()).sharding.zero_stage == 1
     trial.step(BUSY[0])
     trial.step(BUSY[1])
-    assert read_policies(tmp_path / PLAN).sharding.zero_stage == 1
+    assert read_policies(tmp_path / PLAN, OptimizerPolicy()).sharding.zero_stage == 1
     assert [path.name for path in tmp_path.iterdir()] == [PLAN]
