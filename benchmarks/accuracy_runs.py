@@ -10,14 +10,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -158,45 +157,9 @@ def _measure_rank(row: Row, store: Path, rank: int) -> MemoryTable:
         timeout=GIVEN_UP_AFTER,
     )
     try:
-        with _settled_collectives():
-            return measure(row)
+        return measure(row)
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _settled_collectives() -> Iterator[None]:
-    """Gathers and scatters inside return when gloo's threads have let go of the buffers as well.
-
-    They do so at some time after `wait` has returned, whenever they are scheduled, and until then a
-    buffer that the program has freed is not: up to a layer more, in one run and not in the next.
-    """
-    plain = dist.all_gather_single, dist.reduce_scatter_single
-    dist.all_gather_single, dist.reduce_scatter_single = _settled(plain[0]), _settled(plain[1])
-    try:
-        yield
-    finally:
-        dist.all_gather_single, dist.reduce_scatter_single = plain
-
-
-def _settled(collective: Callable[..., Any]) -> Callable[..., None]:
-    def settled(
-        output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002  # the collectives' name
-        async_op: bool = False,
-        **others: Any,
-    ) -> None:
-        """`collective`, already waited for where work was asked for."""
-        before = _holders(output), _holders(input)
-        collective(output, input, async_op=True, **others).wait()
-        while _holders(output) > before[0] or _holders(input) > before[1]:
-            sleep(0)
-
-    return settled
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def measure(row: Row) -> MemoryTable:

@@ -22,6 +22,7 @@ ORDER = (
     "facts",
     "policies",
     "bill",
+    "gloo",
     "ledger",
     "engine",
     "dry_run",

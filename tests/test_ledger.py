@@ -399,26 +399,6 @@ def test_the_limit_is_the_last_byte_that_fits() -> None:
         del tensor
 
 
-@pytest.mark.parametrize(("backend", "fits"), [("gloo", True), ("nccl", False)])
-def test_what_gloo_still_holds_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, backend: str, fits: bool
-) -> None:
-    held: list[torch.Tensor] = []
-    monkeypatch.setattr(ledger.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ledger.dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(ledger.time, "sleep", lambda seconds: held.clear())
-    with Ledger(limits={Tier.DEVICE: 800}) as counted:
-        held.append(torch.empty(100))
-        kept = torch.empty(100)
-        if fits:
-            kept = torch.empty(100)
-        else:
-            with pytest.raises(torch.OutOfMemoryError):
-                torch.empty(100)
-    assert kept.numel() == 100
-    assert (counted.peak_bytes(Tier.DEVICE) <= 800) == fits
-
-
 def test_the_message_says_what_did_not_fit() -> None:
     with Ledger(limits={DEVICE: 2**20}) as counting:
         counting.set_section(Phase.FORWARD)

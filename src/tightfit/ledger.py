@@ -12,7 +12,6 @@ ledger is active. Costs about 10% of CPU time.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,12 +21,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit import gloo
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.policies import Tier
 from tightfit.units import format_bytes
@@ -37,9 +36,6 @@ Kinds = dict[Kind, int]
 
 # `torch.tensor(data)` makes its storage unseen and shows it first to this "view".
 _MAKERS = (torch.ops.aten.lift_fresh.default,)
-
-# Threads of gloo hold what ranks have gathered for a moment after it is done with.
-_SECONDS_TO_LET_GO = 1.0
 
 _active: Ledger | None = None
 
@@ -101,6 +97,8 @@ class Ledger(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resizing(self._plain_resize)  # type: ignore[method-assign]
         self._plain_imagine = ShardingPropagator._propagate_tensor_meta_non_cached
         ShardingPropagator._propagate_tensor_meta_non_cached = self._unseen(self._plain_imagine)  # type: ignore[method-assign]
+        self._collectives = gloo.let_go_at_return()
+        self._collectives.__enter__()
         self._catch_up()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -114,6 +112,7 @@ class Ledger(TorchDispatchMode):
         _active = self._outer
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
         ShardingPropagator._propagate_tensor_meta_non_cached = self._plain_imagine  # type: ignore[method-assign]
+        self._collectives.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     # What was counted
@@ -322,26 +321,16 @@ class Ledger(TorchDispatchMode):
         total = self._totals[tier] = self._totals[tier] + change
         if change <= 0:
             return
-        limit = self.limits.get(tier)
-        if limit is not None and total > limit:
-            total = self._when_gloo_has_let_go(tier, limit)
         peak = self._peaks[self._section][tier]
         if total > peak.total_bytes:
             peak.total_bytes, peak.kinds = total, self._now[tier].copy()
+        limit = self.limits.get(tier)
         if limit is not None and total > limit:
             raise torch.OutOfMemoryError(
                 f"{tier} tier over its limit: {format_bytes(total)} > {format_bytes(limit)} after "
                 f"{format_bytes(change)} of {record.kind} in {self._operation} "
                 f"({self._section[0]})"
             )
-
-    def _when_gloo_has_let_go(self, tier: Tier, limit: int) -> int:
-        """The total of `tier` once it is within `limit`, or nothing more is let go of."""
-        until = time.monotonic() + _SECONDS_TO_LET_GO
-        on_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-        while on_gloo and self._totals[tier] > limit and time.monotonic() < until:
-            time.sleep(0.001)  # lets its threads have the interpreter
-        return self._totals[tier]
 
     def _tell(self, record: _Storage, size_bytes: int) -> None:
         if self._replay is not None:

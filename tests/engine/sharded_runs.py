@@ -1,12 +1,12 @@
 """A program: the same training on several ranks, on one, and on fake ones, for other tests.
 
-    python sharded_runs.py FOLDER SET [STEPS]
+    python sharded_runs.py FOLDER SET [STEPS [DEVICE]]
 
-Starts one process per rank on gloo for each number of ranks in the set, which run all its cases one
-after the other, and meanwhile runs the same alone and on fake tensors. For each run FOLDER gets
-`NAME.json` (losses, norms, device bytes after each step and the ledger's table of it) and
-`NAME.safetensors` (the parameters afterwards, whole). The processes are forked after the imports,
-which take longer than everything else.
+Starts one process per rank, on gloo or where DEVICE is cuda on NCCL, for each number of ranks in
+the set, which run all its cases one after the other, and meanwhile runs the same alone and on fake
+tensors. For each run FOLDER gets `NAME.json` (losses, norms, device bytes after each step and the
+ledger's table of it) and `NAME.safetensors` (the parameters afterwards, whole). The processes are
+forked after the imports, which take longer than everything else.
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
 families of models, `tp2` (ranks that share matrices), `pp2` (stages of a pipeline), `chunks2`
@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tightfit import ledger
-from tightfit.bill.table import Kind
+from tightfit.bill.table import Kind, Phase
 from tightfit.dry_run.config import load_config
 from tightfit.dry_run.fakes import fake_tensors
 from tightfit.dry_run.ranks import fake_ranks
@@ -70,6 +70,8 @@ from tightfit.policies import (
     Tier,
 )
 
+PROGRAM = Path(__file__)
+CPU = torch.device("cpu")
 VOCABULARY = 61  # not a multiple of the ranks: shards are padded
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -241,6 +243,19 @@ PIPELINE = {
         "0 pp2 tp2 four checkpoint",
     ],
 }
+# On cards: kernels whose operations a fake tensor shows, so that bytes can be held against it.
+RANKS_OF_CARDS = 2
+CARDS = {
+    RANKS_OF_CARDS: [
+        "0 eager accumulate",
+        "1 eager accumulate",
+        "2 eager checkpoint",
+        "3 eager accumulate untied",
+        "3 eager bf16",
+        "0 tp2 eager accumulate chunk",
+        "0 pp2 eager four untied",
+    ]
+}
 # What is in none of the others, for the long proof.
 STAGES = {
     2: [
@@ -293,6 +308,7 @@ MODELS = {
 }
 WAYS = ["checkpoint", "accumulate", "lora", "wide qlora", "host", "away", "bf16"]
 SETS = {
+    "cards": CARDS,
     "pipeline": PIPELINE,
     "stages": STAGES,
     "sharding": SHARDING,
@@ -315,21 +331,26 @@ for mode in MODES:  # a set of its own, with every model
         SETS[mode].setdefault(of_mode(mode, model)[0], []).append(of_mode(mode, model)[1])
 
 
-def main(folder: Path, chosen: str) -> None:
-    """Run all of one set and write it to `folder`."""
+def main(folder: Path, chosen: str, kind: str = "cpu") -> None:
+    """Run all of one set and write it to `folder`.
+
+    Args:
+        kind: of devices: cpu, or cuda with a card for each rank.
+    """
     sets = SETS[chosen]
     torch.set_num_threads(1)
     import_library()
     import_quantisation()
     processes = [
-        process for ranks, cases in sets.items() for process in started(ranks, cases, folder)
+        process for ranks, cases in sets.items() for process in started(ranks, cases, folder, kind)
     ]
     for ranks, cases in sets.items():
         for case in cases:
             for rank, who in fake_names(case, ranks).items():
                 with fake_ranks(ranks, rank), fake_tensors():
                     write(folder / file_name(case, ranks, who), *run(case, ranks, None, folder))
-            write(folder / file_name(case, ranks, "alone"), *run(case, ranks, None, folder))
+            alone = run(case, ranks, None, folder, torch.device(kind))
+            write(folder / file_name(case, ranks, "alone"), *alone)
     finish(processes)
 
 
@@ -344,10 +365,16 @@ def file_name(case: str, ranks: int, who: str) -> str:
     return f"{case} of {ranks} {who}"
 
 
-def started(ranks: int, cases: list[str], folder: Path) -> list[BaseProcess]:
-    context = multiprocessing.get_context("fork")
+def later_steps() -> list[str]:
+    """Names of those after the unusual one, which are all alike."""
+    return [str(step) for step in range(UNUSUAL + 1, STEPS)]
+
+
+def started(ranks: int, cases: list[str], folder: Path, kind: str) -> list[BaseProcess]:
+    context = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")  # CUDA's wish
     processes: list[BaseProcess] = [
-        context.Process(target=one_rank, args=(rank, ranks, cases, folder)) for rank in range(ranks)
+        context.Process(target=one_rank, args=(rank, ranks, cases, folder, kind))
+        for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -365,14 +392,19 @@ def finish(processes: list[BaseProcess]) -> None:
         processes = [process for process in processes if process.exitcode is None]
 
 
-def one_rank(rank: int, ranks: int, cases: list[str], folder: Path) -> None:
+def one_rank(rank: int, ranks: int, cases: list[str], folder: Path, kind: str) -> None:
     """All cases of so many ranks on one of them."""
+    import_library()  # where it was not forked
+    device, backend = torch.device(kind), "gloo"
+    if kind == "cuda":
+        device, backend = torch.device(kind, rank), "nccl"
+        torch.cuda.set_device(device)
     store = dist.FileStore(str(folder / f"store of {ranks}"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
+        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
     )
     for case in cases:
-        write(folder / file_name(case, ranks, str(rank)), *run(case, ranks, rank, folder))
+        write(folder / file_name(case, ranks, str(rank)), *run(case, ranks, rank, folder, device))
     dist.destroy_process_group()
 
 
@@ -392,7 +424,7 @@ def write(
 
 
 def run(
-    case: str, ranks: int, rank: int | None, folder: Path
+    case: str, ranks: int, rank: int | None, folder: Path, device: torch.device = CPU
 ) -> tuple[Ledger, dict[str, list[float]], dict[str, torch.Tensor]]:
     """A few steps; `rank` None is a rank of a fake group, if there is one, else one alone.
 
@@ -411,22 +443,26 @@ def run(
     model = make_model(policies, words)
     if policies.adapter is None:  # adapters are drawn while the model is fitted
         torch.manual_seed(rank or 0)
-    counting, losses, norms, rest = Ledger(), [], [], []
+    counting, losses, norms, rest = Ledger(device), [], [], []
     with counting:
         on_host = policies.placement.parameters is not Tier.DEVICE
         values = None
         if "empty" in words:
             model, values = without_values(model)
         else:
+            if device != CPU:
+                model = model.to(device)
             counting.adopt(model, Tier.HOST if on_host else None)
             apply_quantisation(model, policies.quantisation)
-        engine = fit(model, policies, offload_folder=folder / "disk", values=values)
+        disk = folder / "disk"
+        engine = fit(model, policies, device=device, offload_folder=disk, values=values)
     for step in range(FAKE_STEPS if fake else STEPS):
         counting.chapter = str(step)
         unusual = words if step == UNUSUAL and not fake else []
         with nullcontext() if "off" in unusual else counting:
+            counting.set_section(Phase.FORWARD)  # the step before is over
             data_rank = None if rank is None else engine.data_rank
-            batches = list(pieces(step, data_ranks, data_rank, micro_batches))
+            batches = list(pieces(step, data_ranks, data_rank, micro_batches, device))
             loss, norm = one_step(engine, unusual, batches)
             del batches
         losses.append(loss)
@@ -481,14 +517,14 @@ def without_values(model: PreTrainedModel) -> tuple[PreTrainedModel, Fill]:
 
 
 def pieces(
-    step: int, ranks: int, rank: int | None, micro_batches: int
+    step: int, ranks: int, rank: int | None, micro_batches: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Input ids and labels `[micro-batch, seq]` of a step: one rank's, or the whole batch."""
     size = MICRO_BATCH if dist.is_initialized() else MICRO_BATCH * ranks * micro_batches
     for piece in range(micro_batches if dist.is_initialized() else 1):
         with ledger.labelled(Kind.BUFFERS):
-            ids = torch.zeros((size, LENGTH), dtype=torch.long)
-            labels = torch.zeros((size, LENGTH), dtype=torch.long)
+            ids = torch.zeros((size, LENGTH), dtype=torch.long, device=device)
+            labels = torch.zeros((size, LENGTH), dtype=torch.long, device=device)
         everything = whole_batch(step, MICRO_BATCH * ranks * micro_batches)
         if dist.is_initialized() and rank is None:
             yield ids, labels
@@ -583,4 +619,4 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     if len(sys.argv) > 3:
         STEPS = int(sys.argv[3])
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], *sys.argv[4:])

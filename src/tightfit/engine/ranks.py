@@ -198,10 +198,11 @@ class Replicas:
         return total_norm(gradients, known)
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
-        if self._reducing:
+        assert parameter.grad is not None
+        if self._reducing and self._gradients_leave:
+            dist.all_reduce(local_part(parameter.grad), group=self._group)
+        elif self._reducing:
             self._reduce(parameter)
-            if self._gradients_leave:
-                self._wait()
 
     def _reduce(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
