@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,6 +207,13 @@ def test_without_technique_takes_away_one_at_a_time() -> None:
     assert {count_techniques(policies) for policies in found.values()} == {4}
     assert {policies.global_batch_size for policies in found.values()} == {6}
     assert list(without_technique(Policies())) == []
+
+
+def test_without_zero_replicas_of_shards_are_plain_ones() -> None:
+    sharing = Policies(sharding=ShardingPolicy(4, 3, replicas=2))
+    assert dict(without_technique(sharing)) == {
+        "ZeRO-3": replace(sharing, sharding=ShardingPolicy(4, 0))
+    }
 
 
 def test_a_split_master_is_for_bf16_whoever_chose_it(job: MakeJob) -> None:

@@ -310,7 +310,7 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
     if policies.checkpointing.enabled:
         yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
     if policies.sharding.zero_stage:
-        plain = replace(policies.sharding, zero_stage=0)
+        plain = replace(policies.sharding, zero_stage=0, replicas=1)
         yield f"ZeRO-{policies.sharding.zero_stage}", replace(policies, sharding=plain)
     yield from without_placement(policies)
     if policies.adapter is not None and policies.quantisation is None:
