@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +17,11 @@ from typing import Any
 import pytest
 
 from tightfit.cli.main import main
+from tightfit.facts.job import Job
+from tightfit.training import checkpoint
+from tightfit.training import run as runs
+from tightfit.training.checkpoint import latest_checkpoint
+from tightfit.training.output import open_output_dir
 
 JobFile = Callable[..., str]
 Captured = pytest.CaptureFixture[str]
@@ -454,3 +460,51 @@ def test_numbers_that_nobody_means(
     job_file: JobFile, tmp_path: Path, capsys: Captured, flags: list[str], said: str
 ) -> None:
     refused(["train", job_file(), *flags], [flags[0], said], tmp_path, capsys)
+
+
+# What cannot be written
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "trainer_log.jsonl", "report.json"])
+def test_a_file_that_there_is_no_room_for_is_named(
+    job_file: JobFile,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """Each becomes a device that is always full as soon as the folder is made."""
+
+    def open_and_fill(job: Job, folder: Path) -> None:
+        open_output_dir(job, folder)
+        (folder / name).symlink_to("/dev/full")
+
+    monkeypatch.setattr(runs, "open_output_dir", open_and_fill)
+    assert main(["train", job_file()]) == 1
+    said = capsys.readouterr().err
+    path = tmp_path / "run" / name
+    assert f"error: {path} could not be written (No space left on device). Make room" in said
+    assert "Traceback" not in said
+    saved = latest_checkpoint(tmp_path / "run")
+    assert saved == (tmp_path / "run" / "checkpoint-2" if name == "report.json" else None)
+
+
+def test_a_checkpoint_that_may_not_be_deleted_is_named(
+    job_file: JobFile, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is whole by then, and what is left of the old one is no checkpoint any more."""
+
+    def refuse(folder: Path, *args: Any, **keys: Any) -> None:
+        if "checkpoint-1" in folder.name and folder.exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    path = job_file(save_strategy="steps", save_steps=1, save_total_limit=1)
+    assert main(["train", path]) == 1
+    said = capsys.readouterr().err
+    old = tmp_path / "run" / "checkpoint-1"
+    assert (
+        f"error: {old} could not be deleted, as save_total_limit asks (Permission denied)" in said
+    )
+    assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+    assert not old.exists()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -78,3 +81,17 @@ def test_torchrun_reads_it_too(tmp_path_factory: pytest.TempPathFactory) -> None
 def test_the_rank_is_named_where_it_matters(cause: Cause) -> None:
     named = str(failure(3, cause, 0.0)).startswith("rank 3 (here, process 1): ")
     assert named == (cause not in (Cause.SAVED, Cause.STOPPED, Cause.MACHINE))
+
+
+def test_without_room_for_the_reason_a_rank_says_it_itself(tmp_path: Path) -> None:
+    """Its launcher shows what it has said last."""
+    code = (
+        "from tightfit.errors import TrainingError\n"
+        "from tightfit.launch.failures import Reporting\n"
+        f"with Reporting.of(1, {{'TORCHELASTIC_ERROR_FILE': {str(tmp_path / 'no' / 'file')!r}}}):\n"
+        "    raise TrainingError('no number')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: rank 1 (")
+    assert ended.stderr.endswith("): no number\n")

@@ -7,12 +7,13 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tightfit.errors import Interrupted, RankError
+from tightfit.errors import ConfigError, Interrupted, RankError
 from tightfit.facts.job import Job
 from tightfit.launch.supervisor import supervise
 from tightfit.training.checkpoint import Progress
@@ -305,3 +306,11 @@ def _is_running(process: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_without_a_temporary_folder_it_says_what_to_set(
+    job: MakeJob, script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"no folder for temporary files: .*gone.*set TMPDIR"):
+        supervise(job(), script("pass"), print)

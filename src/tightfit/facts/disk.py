@@ -11,11 +11,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tightfit.errors import ConfigError
+from tightfit.errors import ConfigError, TrainingError
 
 Medium = Literal["nvme", "ssd", "hdd", "unknown"]
 
@@ -80,6 +81,26 @@ def check_writable(key: str, folder: Path) -> None:
         raise ConfigError(f"{key} {folder}: {nearest} is a file, not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{key} {folder}: {nearest} may not be written to")
+
+
+@contextmanager
+def writing(path: Path, done: str = "written") -> Iterator[None]:
+    """Inside, a run writes or deletes `path`, which may fail: a full disk, a right that was taken.
+
+    Args:
+        done: what could not be done to it.
+
+    Raises:
+        TrainingError: it failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise TrainingError(
+            f"{path} could not be {done} ({why}). Make room or see to the folder; checkpoints "
+            "that are there are whole, and the run goes on from the last one with --resume"
+        ) from error
 
 
 def why_no_disk(folder: Path, procfs: Path = Path("/proc")) -> str | None:

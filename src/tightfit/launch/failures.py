@@ -120,20 +120,22 @@ class Reporting:
         if error is None or isinstance(error, SystemExit):
             return
         failure = failure_of(error, self.rank, "".join(traceback.format_exception(error)))
-        if self.error_file is None:
+        if self.error_file is None or not _written_whole(self.error_file, failure.to_json()):
             print(f"error: {failure}", file=sys.stderr)
-        else:
-            _write_whole(self.error_file, failure.to_json())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(failure.exit_code)
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Whoever finds the file finds all of it."""
+def _written_whole(path: Path, text: str) -> bool:
+    """Whether there was room for it. Whoever finds the file finds all of it."""
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        return False
+    return True
 
 
 def failure_of(error: BaseException, rank: int, trace: str) -> Failure:

@@ -57,6 +57,20 @@ def supervise(job: Job, command: Sequence[str], say: Callable[[str], None]) -> N
             say(f"{failure}\nall ranks start again {said}; restart {attempt} of {job.max_restarts}")
 
 
+def _notes_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where ranks leave the reason of their end.
+
+    Raises:
+        ConfigError: there is no folder for temporary files.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix="tightfit-ranks-")
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for temporary files: {error}; set TMPDIR to one that can be written to"
+        ) from None
+
+
 @dataclass
 class _Attempt:
     """All ranks of this machine, from their start to the end of the last one."""
@@ -71,7 +85,7 @@ class _Attempt:
     def run(self, command: Sequence[str], begins: str) -> Failure | None:
         """None where all ended well."""
         with (
-            tempfile.TemporaryDirectory(prefix="tightfit-ranks-") as folder,
+            _notes_folder() as folder,
             Exchange(self.machines, self.attempt) as exchange,
             start_workers(
                 command, self._places(), Path(folder), self._variables(begins)

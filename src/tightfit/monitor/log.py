@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tightfit.facts.disk import writing
 from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 
 
 class TrainerLog:
-    """Appends records to a file, every `every_steps` steps."""
+    """Appends records to a file, every `every_steps` steps.
+
+    Raises:
+        TrainingError: out of its methods, where the file cannot be written.
+    """
 
     def __init__(self, path: Path, every_steps: int) -> None:
         self._path = path
@@ -33,5 +38,5 @@ class TrainerLog:
         self._write({"event": "plan", **change.to_json()})
 
     def _write(self, content: dict[str, object]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(content, allow_nan=False) + "\n")

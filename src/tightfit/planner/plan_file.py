@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from tightfit.errors import ConfigError
+from tightfit.facts.disk import writing
 from tightfit.planner.plan import Plan
 from tightfit.policies import PRECISIONS, OptimizerPolicy, Policies
 from tightfit.units import format_bytes
@@ -29,7 +30,11 @@ _HEADER = """\
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write `plan` to `path`."""
+    """Write `plan` to `path`.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
     facts = plan.to_json()
     content = {
         "policies": _choices(plan.policies),
@@ -44,7 +49,8 @@ def write_plan(plan: Plan, path: Path) -> None:
         "turned_down": facts["alternatives"],
     }
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
-    path.write_text(_HEADER + text, encoding="utf-8")
+    with writing(path):
+        path.write_text(_HEADER + text, encoding="utf-8")
 
 
 def _choices(policies: Policies) -> dict[str, Any]:

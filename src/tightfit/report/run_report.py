@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from tightfit.bill.table import Difference, MemoryTable
+from tightfit.facts.disk import writing
 from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import EvaluationRecord, StepRecord
 from tightfit.planner.plan import Plan
@@ -116,10 +117,14 @@ class RunReport:
         }
 
     def write(self, path: Path) -> None:
-        """Write report.json."""
-        path.write_text(
-            json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        """Write report.json.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
 
 
 def _difference_json(row: Difference) -> dict[str, object]:

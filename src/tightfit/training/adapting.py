@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.errors import ConfigError
+from tightfit.facts.disk import writing
 from tightfit.facts.job import Job
 from tightfit.monitor.advice import STEPS, advise
 from tightfit.monitor.changes import PlanChange
@@ -89,6 +90,9 @@ class Trial:
     """Writes down which plan a run tries, and makes it the run's own when a step with it is done.
 
     So a run that starts again after the other plan has ended it goes on with its own.
+
+    Raises:
+        TrainingError: out of its methods, where the file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,7 +103,8 @@ class Trial:
         """One optimizer step is done."""
         if self._tries:
             self._tries = False
-            (self._folder / TRIED).replace(self._folder / PLAN)
+            with writing(self._folder / PLAN):
+                (self._folder / TRIED).replace(self._folder / PLAN)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """It proves nothing."""
@@ -110,4 +115,5 @@ class Trial:
         if self._tries:
             whole = self._folder / f".{TRIED}"
             write_plan(change.after, whole)
-            whole.replace(self._folder / TRIED)
+            with writing(self._folder / TRIED):
+                whole.replace(self._folder / TRIED)

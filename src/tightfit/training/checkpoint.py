@@ -25,6 +25,7 @@ from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
 from tightfit.errors import ConfigError, OtherRankError, TrainingError
+from tightfit.facts.disk import writing
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
 from tightfit.training import together
@@ -101,7 +102,7 @@ def save_checkpoint(
         TrainingError: it could not be written; earlier checkpoints are as they were.
     """
     folder = output_dir / f"checkpoint-{progress.step}"
-    temporary = output_dir / f".{folder.name}.incomplete"
+    temporary = _unfinished(folder)
     try:
         _write(temporary, engine, tokenizer, progress, with_optimizer=with_optimizer)
         with together.failing_together(OSError):
@@ -118,6 +119,11 @@ def save_checkpoint(
             f"{folder} could not be written ({error}); {kept}. Make room or see to the folder"
         ) from error
     return folder
+
+
+def _unfinished(folder: Path) -> Path:
+    """Its name while it is not whole."""
+    return folder.with_name(f".{folder.name}.incomplete")
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -182,10 +188,17 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 
 
 def prune_checkpoints(output_dir: Path, keep: int | None) -> None:
-    """Delete all but the last `keep` checkpoints; None keeps all."""
+    """Delete all but the last `keep` checkpoints; None keeps all.
+
+    What is being deleted has another name, so that a checkpoint is whole as long as it has its own.
+
+    Raises:
+        TrainingError: one cannot be deleted.
+    """
     if keep is not None:
         for folder in sorted(_checkpoints(output_dir), key=_step_of)[:-keep]:
-            shutil.rmtree(folder)
+            with writing(folder, "deleted, as save_total_limit asks"):
+                shutil.rmtree(folder.rename(_unfinished(folder)))
 
 
 def read_progress(checkpoint: Path) -> Progress:

@@ -133,7 +133,7 @@ def train(run: PreparedRun, plan: Plan, observers: Sequence[Observer]) -> RunRes
 
 def _open_output_dir(run: PreparedRun, plan: Plan) -> None:
     """Write to it for the first time."""
-    with together.failing_together(ConfigError):
+    with together.failing_together(ConfigError, TrainingError):
         if together.rank() == 0:
             open_output_dir(run.job, run.output_dir)
             write_plan(plan, run.output_dir / PLAN)
