@@ -27,7 +27,7 @@ from tightfit.launch.workers import Workers, start_workers
 from tightfit.planner.probe.figures import LinkFigures
 
 ADAPTER = TypeAdapter(LinkFigures)
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 300.0
 _POLL_SECONDS = 0.05
 
 

@@ -1,5 +1,5 @@
-"""How fast ranks send each other tensors: collectives of the sizes that layers have, and the line
-through them.
+"""How fast ranks send each other tensors: the engine's collectives, of the sizes that layers have,
+and the line through them.
 
 Runs inside a process group that somebody else has made (`launch/link.py`); every rank calls it.
 """
@@ -13,6 +13,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from tightfit.engine import rings
 from tightfit.planner.probe.figures import CollectiveFigures, CollectiveName, LinkSample
 from tightfit.units import KIB, MIB
 
@@ -44,6 +45,14 @@ def _calls(device: torch.device, size: int) -> dict[CollectiveName, Callable[[],
     ranks = dist.get_world_size()
     part = torch.zeros(max(1, size // 4 // ranks), device=device)
     whole = torch.zeros(ranks * part.numel(), device=device)
+    group = dist.group.WORLD
+    assert group is not None
+    if rings.goes_round(whole, group):  # as the engine sends between ranks on CPUs
+        return {
+            "all_gather": lambda: rings.gather(whole, group),
+            "reduce_scatter": lambda: rings.scatter_sum(part, whole, group),
+            "all_reduce": lambda: dist.all_reduce(whole),
+        }
     gather = _newest("all_gather_single", "all_gather_into_tensor")
     scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
     return {
