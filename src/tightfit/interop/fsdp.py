@@ -72,6 +72,8 @@ FSDP_TABLE = table_of(
     )
 )
 
+_WITH_PREFIX = {**FSDP_TABLE, **{f"fsdp_{key}": entry for key, entry in FSDP_TABLE.items()}}
+
 
 def fsdp_entries(document: Document, block: tuple[str, ...]) -> dict[str, Found]:
     """The keys of a block of FSDP's, by their names without prefix.
@@ -82,21 +84,10 @@ def fsdp_entries(document: Document, block: tuple[str, ...]) -> dict[str, Found]
     content: Any = document.content
     for name in block:
         content = content[name]
-    plain: dict[str, Any] = {}
-    lines = dict(document.lines)
-    for name, value in content.items():
-        short = name.removeprefix("fsdp_")
-        if short in plain:
+    for name in content:
+        if f"fsdp_{name}" in content:
             raise ConfigError(f"{document.where(*block, name)} is there twice; keep one")
-        plain[short] = value
-        if (*block, name) in lines:
-            lines[*block, short] = lines[*block, name]
-    return entries_in(Document(document.name, plain, _below(lines, block)), FSDP_TABLE, "FSDP")
-
-
-def _below(lines: dict[tuple[str, ...], int], block: tuple[str, ...]) -> dict[tuple[str, ...], int]:
-    depth = len(block)
-    return {path[depth:]: line for path, line in lines.items() if path[:depth] == block}
+    return entries_in(document, _WITH_PREFIX, "FSDP", block=block)
 
 
 def read_fsdp(document: Document, ranks: Ranks) -> Reading:

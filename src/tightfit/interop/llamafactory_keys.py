@@ -178,7 +178,13 @@ LLAMAFACTORY_TABLE = table_of(
         for name, (here, usual) in _REFUSED.items()
     ),
     (
-        Entry("stage", Accepts.TEXT, here="supervised fine-tuning", usual=("sft",), refused=True),
+        Entry(
+            "stage",
+            Accepts.TEXT,
+            here="only supervised fine-tuning (sft) is",
+            usual=("sft",),
+            refused=True,
+        ),
         Entry(
             "dataset",
             Accepts.TEXT,
