@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -33,10 +33,19 @@ def step_seconds(turn: list[dict[str, float]]) -> float:
     return mean([step["forward"] + step["backward"] + step["step"] for step in turn])
 
 
-def step_ratio(one: Measured, other: Measured) -> Spread:
-    """Step times by rounds, which both have had."""
+def processor_seconds(turn: list[dict[str, float]]) -> float:
+    """What a rank has computed in a step."""
+    return mean([step["processor"] for step in turn])
+
+
+def step_ratio(
+    one: Measured,
+    other: Measured,
+    seconds: Callable[[list[dict[str, float]]], float] = step_seconds,
+) -> Spread:
+    """Step times, or other seconds, by rounds, which both have had."""
     pairs = zip(one["rounds"], other["rounds"], strict=False)
-    return Spread(tuple(step_seconds(mine) / step_seconds(theirs) for mine, theirs in pairs))
+    return Spread(tuple(seconds(mine) / seconds(theirs) for mine, theirs in pairs))
 
 
 def typical(measured: Measured, phase: str) -> float:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -43,12 +43,13 @@ _IMPORTED_ONCE = ["placement_peers", "transformers.models.llama.modeling_llama",
 @dataclass(frozen=True)
 class StepSeconds:
     """One optimizer step of one rank; `waited` is the part of forward that is waiting for updates
-    of the step before."""
+    of the step before, `processor` what all threads of the process have computed."""
 
     forward: float
     backward: float
     step: float
     waited: float
+    processor: float
 
 
 class Failed(Exception):
@@ -228,6 +229,7 @@ class _Served:
         trainer = self._trainer
         input_ids, labels = batch(self._setting, self._rank, self._steps)
         waited = trainer.waited_seconds()
+        processor = process_time()
         start = perf_counter()
         loss = trainer.forward(input_ids, labels)
         after_forward = perf_counter()
@@ -242,4 +244,5 @@ class _Served:
             backward=after_backward - after_forward,
             step=end - after_backward,
             waited=trainer.waited_seconds() - waited,
+            processor=process_time() - processor,
         )

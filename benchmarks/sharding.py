@@ -32,7 +32,7 @@ from sharding_page import machine, page
 RESULTS = Path(__file__).parent / "results"
 RANKS = (2, 4)
 MODEL = {"hidden_size": 512, "intermediate_size": 1376, "layers": 6, "vocabulary": 4096}
-SECONDS, QUICK_SECONDS = 30.0, 1.0  # of turns, in each mode
+SECONDS, QUICK_SECONDS = 20.0, 1.0  # of turns, in each mode
 FEWEST_ROUNDS, QUICK_ROUNDS = 5, 1
 NAMES = {f"{ranks} ranks, {mode.name}": (ranks, mode) for ranks in RANKS for mode in MODES}
 
