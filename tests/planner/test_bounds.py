@@ -17,7 +17,13 @@ from tightfit.planner.fitting import possible
 from tightfit.planner.options import options_of
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
-from tightfit.policies import BatchPolicy, CheckpointingPolicy, PlacementPolicy, Tier
+from tightfit.policies import (
+    BatchPolicy,
+    CheckpointingPolicy,
+    PlacementPolicy,
+    ShardingPolicy,
+    Tier,
+)
 
 
 def test_no_bill_is_below_its_bound(pricing: Pricing, job: Callable[..., Job]) -> None:
@@ -90,6 +96,7 @@ def test_activations_that_left_bound_what_the_host_takes(pricing: Pricing) -> No
     assert bounds.table(stays, run).peak_bytes(Tier.DEVICE) == states + 50_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("card", [None, (8, 0)], ids=["cpu", "card"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_no_division_of_ranks_is_below_its_bound(
@@ -119,3 +126,24 @@ def test_no_division_of_ranks_is_below_its_bound(
             assert least.peak_bytes(Tier.DEVICE) <= bill.peak_bytes(Tier.DEVICE), policies
         share = before[policies].peak_bytes(Tier.DEVICE) / bill.peak_bytes(Tier.DEVICE)
         assert share > 0.3, f"so little turns nothing down: {policies.sharding}"
+
+
+def test_tensor_ranks_and_stages_leave_a_part(pricing: Pricing) -> None:
+    """Of what was seen of one rank: no more than that may be bounded from below."""
+    plain = replace(pricing.plain, batch=BatchPolicy(1, 4))
+    alone = pricing.counts(plain)
+    bounds = LowerBounds(sequence_length=1)
+    kinds = {Tier.DEVICE: {Kind.ACTIVATIONS: 10_000_000}}
+    bounds.learn(plain, replace(alone, table=MemoryTable({Phase.FORWARD: kinds})))
+
+    def of_layers(sharding: ShardingPolicy) -> int:
+        policies = replace(plain, sharding=sharding)
+        least = bounds.table(policies, alone).peaks[Phase.FORWARD][Tier.DEVICE]
+        return least.get(Kind.ACTIVATIONS, 0)
+
+    one = of_layers(ShardingPolicy())
+    assert one >= 9_900_000
+    assert of_layers(ShardingPolicy(4, 3)) == one, "data-parallel ranks leave as much each"
+    assert of_layers(ShardingPolicy(2, tensor_parallel=2)) == pytest.approx(one / 2, rel=0.01)
+    staged = of_layers(ShardingPolicy(2, pipeline_parallel=2))
+    assert one <= staged < 1.2 * one, "half the layers of two micro-batches, and an end of its own"
