@@ -30,7 +30,8 @@ def test_a_config_becomes_a_job(tmp_path: Path, capsys: Captured) -> None:
     assert yaml.safe_load(target.read_text()) == {
         "train_batch_size": 8, "gradient_accumulation_steps": 4, "learning_rate": 2e-5,
         "optim": "adamw", "max_grad_norm": 0.0, "precision": "fp32", "offload_optimizer": "cpu",
-        "offload_param": "cpu", "zero_stage": 3,
+        "offload_param": "cpu", "zero_stage": 3, "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
     }  # fmt: skip
     out = capsys.readouterr().out
     assert "stage3_param_persistence_threshold: 100000" in out

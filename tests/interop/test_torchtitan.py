@@ -95,10 +95,6 @@ def test_replicas_and_stages() -> None:
         ("[parallelism]\ncontext_parallel_degree = 2", "a.toml, line 2: parallelism.context_"),
         ("[training]\nseq_length = 3", "is not a key of torchtitan. Did you mean training.seq_len"),
         ('[optimizer]\nname = "Muon"', "must be one of AdamW, Adam"),
-        (
-            '[parallelism]\npipeline_parallel_schedule = "Interleaved1F1B"',
-            "'Interleaved1F1B' cannot be had here; take 1F1B or GPipe",
-        ),
     ],
 )
 def test_complaints(text: str, message: str) -> None:
