@@ -242,7 +242,7 @@ def test_a_card_that_is_not_here_is_an_error_not_a_crash(
     config: PretrainedConfig, workload: Workload, make_machine: Machine, job: MakeJob
 ) -> None:
     machine = replace(make_machine(GIB), accelerators=(Accelerator(0, "card", GIB, GIB),))
-    with pytest.raises(UnsupportedError, match="tightfit estimate"):
+    with pytest.raises(UnsupportedError, match="describe the machine"):
         plan_job(job(), config, workload, machine)
 
 
