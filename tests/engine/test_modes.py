@@ -6,17 +6,13 @@ but those of eight ranks. `benchmarks/modes.py` makes the table of them all, tec
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.test_sharding import PROGRAM, load_program
+from tests.engine import sharded_runs as runs
+from tests.engine.compared_runs import made, read
 
-runs = load_program()
 STEPS = 20
 LOSS, NORM = 1e-5, 1e-4  # relative; each step's differences grow in the next
 BYTES = 0.03
@@ -25,31 +21,25 @@ BYTES = 0.03
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", runs.MODES)
 def test_a_mode_is_one_process_in_numbers_and_its_bill_in_bytes(mode: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, PROGRAM, tmp_path, mode, str(STEPS)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    made(tmp_path, mode, str(STEPS))
     for ranks, cases in runs.SETS[mode].items():
         for case in cases:
             check(tmp_path, ranks, case)
 
 
 def check(folder: Path, ranks: int, case: str) -> None:
-    def read(who: str) -> Any:
-        return json.loads((folder / f"{runs.file_name(case, ranks, who)}.json").read_text())
+    def numbers(who: str) -> Any:
+        return read(folder, case, ranks, who)[0]
 
-    alone, sharding = read("alone"), runs.policies_of(case, ranks).sharding
-    found = [read(str(rank)) for rank in range(ranks)]
+    alone, sharding = numbers("alone"), runs.policies_of(case, ranks).sharding
+    found = [numbers(str(rank)) for rank in range(ranks)]
     first_stage = range(0, ranks // sharding.pipeline_parallel, sharding.tensor_parallel)
     losses = [sum(found[rank]["losses"][step] for rank in first_stage) for step in range(STEPS)]
     assert losses == pytest.approx(alone["losses"], rel=LOSS), case
     for own in found:
         assert own["norms"] == pytest.approx(alone["norms"], rel=NORM), case
     for rank, who in runs.fake_names(case, ranks).items():
-        billed, own = read(who), found[rank]
+        billed, own = numbers(who), found[rank]
         assert billed["rest"][-1] == pytest.approx(min(own["rest"][2:]), rel=BYTES), case
         assert peak([billed["tables"]["1"]]) == pytest.approx(
             peak([own["tables"][str(step)] for step in range(runs.UNUSUAL + 1, STEPS)]), rel=BYTES

@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.engine import sharded_runs as runs
+from tests.engine.compared_runs import check_parameters, made, read
 from transformers import LlamaForCausalLM
 
 from tightfit.bill.table import Kind
@@ -26,19 +22,6 @@ from tightfit.engine.apply import fit
 from tightfit.errors import ConfigError
 from tightfit.policies import Policies, ShardingPolicy
 
-PROGRAM = Path(__file__).with_name("sharded_runs.py")
-
-
-def load_program() -> Any:
-    spec = spec_from_file_location("sharded_runs", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-runs = load_program()
 CASES = [(ranks, case) for ranks, cases in runs.SHARDING.items() for case in cases]
 # fp32 sums in another order, and what AdamW makes of it; bf16 gradients are rounded before sums.
 TOLERANCE = {"fp32": (1e-6, 1e-5), "bf16": (2e-3, 2e-2)}  # of norms, relative; of parameters
@@ -47,57 +30,36 @@ TOLERANCE = {"fp32": (1e-6, 1e-5), "bf16": (2e-3, 2e-2)}  # of norms, relative; 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs have left their results."""
-    folder = tmp_path_factory.mktemp("sharded")
-    done = subprocess.run(
-        [sys.executable, PROGRAM, folder, "sharding"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.fixture
-def results(folder: Path) -> Any:
-    """Norms and tables, or parameters, of one run."""
-
-    def read(case: str, ranks: int, who: str) -> tuple[Any, dict[str, torch.Tensor]]:
-        name = runs.file_name(case, ranks, who)
-        text = (folder / f"{name}.json").read_text()
-        return json.loads(text), load_file(folder / f"{name}.safetensors")
-
-    return read
+    return made(tmp_path_factory.mktemp("sharded"), "sharding")
 
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)
-def test_ranks_train_as_one_does(results: Any, ranks: int, case: str) -> None:
+def test_ranks_train_as_one_does(folder: Path, ranks: int, case: str) -> None:
     precision = "bf16" if "bf16" in case.split() else "fp32"
     norm_tolerance, tolerance = TOLERANCE[precision]
-    alone, expected = results(case, ranks, "alone")
-    first, parameters = results(case, ranks, "0")
+    alone, expected = read(folder, case, ranks, "alone")
+    first, parameters = read(folder, case, ranks, "0")
     assert first["norms"] == pytest.approx(alone["norms"], rel=norm_tolerance, nan_ok=True)
     assert parameters.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.allclose(parameters[name].float(), value.float(), 0, tolerance), name
+    check_parameters(parameters, expected, tolerance)
     assert math.isnan(first["norms"][runs.UNUSUAL]) == ("inf" in case.split())
     assert any(norm > runs.OPTIMIZER.max_grad_norm for norm in first["norms"]) or "lora" in case
 
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)
-def test_all_ranks_agree_to_the_bit(results: Any, ranks: int, case: str) -> None:
-    first, parameters = results(case, ranks, "0")
+def test_all_ranks_agree_to_the_bit(folder: Path, ranks: int, case: str) -> None:
+    first, parameters = read(folder, case, ranks, "0")
     for rank in range(1, ranks):
-        other, others = results(case, ranks, str(rank))
+        other, others = read(folder, case, ranks, str(rank))
         assert str(other["norms"]) == str(first["norms"])  # nan is not nan
         assert all(torch.equal(others[name], value) for name, value in parameters.items())
 
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)
-def test_the_fake_rank_takes_what_a_real_one_does(results: Any, ranks: int, case: str) -> None:
+def test_the_fake_rank_takes_what_a_real_one_does(folder: Path, ranks: int, case: str) -> None:
     """Byte for byte and kind for kind, at init and in every later step."""
-    fake, _ = results(case, ranks, "fake")
-    real, _ = results(case, ranks, "0")
+    fake, _ = read(folder, case, ranks, "fake")
+    real, _ = read(folder, case, ranks, "0")
     assert real["tables"][""] == fake["tables"][""]
     for step in runs.later_steps():
         assert real["tables"][step] == fake["tables"][str(runs.FAKE_STEPS - 1)]
@@ -107,11 +69,11 @@ SHARED = [(ranks, case) for ranks, case in CASES if not case.startswith("0")]
 
 
 @pytest.mark.parametrize(("ranks", "case"), SHARED)
-def test_no_rank_takes_more_than_the_first(results: Any, ranks: int, case: str) -> None:
+def test_no_rank_takes_more_than_the_first(folder: Path, ranks: int, case: str) -> None:
     """Rank 0 has the largest shards, so its bill is enough for all."""
 
     def peak(rank: int, tier: str) -> int:
-        found, _ = results(case, ranks, str(rank))
+        found, _ = read(folder, case, ranks, str(rank))
         return max(
             sum(found["tables"][step][phase].get(tier, {}).values())
             for step in runs.later_steps()
@@ -123,19 +85,19 @@ def test_no_rank_takes_more_than_the_first(results: Any, ranks: int, case: str) 
         assert all(peak(rank, tier) <= peak(0, tier) for rank in range(1, ranks))
 
 
-def kinds_at_peak(results: Any, case: str, phase: str) -> dict[str, int]:
-    found, _ = results(case, 2, "fake")
+def kinds_at_peak(folder: Path, case: str, phase: str) -> dict[str, int]:
+    found, _ = read(folder, case, 2, "fake")
     kinds: dict[str, int] = found["tables"][str(runs.FAKE_STEPS - 1)][phase]["device"]
     return kinds
 
 
-def test_what_each_stage_shares(results: Any) -> None:
+def test_what_each_stage_shares(folder: Path) -> None:
     """The table in sharding.py, in numbers. P is of 61 x 16 + 3 layers + 16, all of four bytes."""
     layer = 16 * (16 + 8 + 8 + 16) + 3 * 16 * 24 + 2 * 16
     root = 61 * 16 + 16
     whole = 4 * (3 * layer + root)
     padded = 4 * (3 * layer + 62 * 16 + 16)
-    step = {stage: kinds_at_peak(results, str(stage), "step") for stage in (0, 1, 3)}
+    step = {stage: kinds_at_peak(folder, str(stage), "step") for stage in (0, 1, 3)}
     assert step[0][Kind.PARAMETERS] == whole
     assert step[0][Kind.GRADIENTS] == whole
     assert step[0].get(Kind.COLLECTIVES, 0) == 0
@@ -144,10 +106,10 @@ def test_what_each_stage_shares(results: Any) -> None:
         assert step[stage][Kind.GRADIENTS] == padded // 2
         states = step[stage][Kind.OPTIMIZER_STATES]
         assert padded <= states < padded + 200  # and a step counter of each parameter
-    forward = kinds_at_peak(results, "1", "forward")
+    forward = kinds_at_peak(folder, "1", "forward")
     assert forward[Kind.COLLECTIVES] >= padded
-    assert kinds_at_peak(results, "3", "forward")[Kind.COLLECTIVES] < padded
-    assert kinds_at_peak(results, "1 accumulate chunk untied", "forward")[Kind.GRADIENTS] > padded
+    assert kinds_at_peak(folder, "3", "forward")[Kind.COLLECTIVES] < padded
+    assert kinds_at_peak(folder, "1 accumulate chunk untied", "forward")[Kind.GRADIENTS] > padded
 
 
 def test_as_many_ranks_as_the_policy_says(make_model: Any) -> None:

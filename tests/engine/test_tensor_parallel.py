@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from tests.engine import sharded_runs as runs
+from tests.engine.compared_runs import check_parameters, made, read
 
 from tightfit.bill.table import Phase
 from tightfit.dry_run import dry_run
@@ -31,19 +27,6 @@ from tightfit.errors import UnsupportedError
 from tightfit.facts.workload import Workload
 from tightfit.policies import AdapterPolicy, Policies, QuantisationPolicy, ShardingPolicy, Tier
 
-PROGRAM = Path(__file__).with_name("sharded_runs.py")
-
-
-def load_program() -> Any:
-    spec = spec_from_file_location("sharded_runs_of_tensors", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-runs = load_program()
 CASES = [(ranks, case) for ranks, cases in runs.TENSOR.items() for case in cases]
 # Sums in another order, and what AdamW makes of it where a gradient is next to nothing; partial
 # sums of 16 bits are rounded before they are added up over ranks.
@@ -58,29 +41,10 @@ def of_its_type(case: str, tolerances: dict[str, float]) -> float:
     return tolerances["bf16" if "bf16" in case.split() else "fp32"]
 
 
-def made(folder: Path, *arguments: str) -> Path:
-    done = subprocess.run(
-        [sys.executable, PROGRAM, folder, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs have left their results."""
     return made(tmp_path_factory.mktemp("tensor"), "tensor")
-
-
-def read(folder: Path, case: str, ranks: int, who: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Numbers and tables, and parameters but those of 4 bits, of one run."""
-    name = runs.file_name(case, ranks, who)
-    saved = load_file(folder / f"{name}.safetensors")
-    parameters = {key: value for key, value in saved.items() if value.is_floating_point()}
-    return json.loads((folder / f"{name}.json").read_text()), parameters
 
 
 def check_numbers(folder: Path, ranks: int, case: str, steps: int) -> None:
@@ -99,8 +63,7 @@ def check_numbers(folder: Path, ranks: int, case: str, steps: int) -> None:
     assert math.isnan(first["norms"][runs.UNUSUAL]) == ("inf" in case.split())
     tolerance = SENSITIVE if "qlora" in case else of_its_type(case, PARAMETERS) * steps / 5
     assert parameters.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.allclose(parameters[name].float(), value.float(), 0, tolerance), name
+    check_parameters(parameters, expected, tolerance)
 
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)

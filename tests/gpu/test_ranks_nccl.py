@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from tests.engine import sharded_runs as runs
+from tests.engine.compared_runs import check_parameters
+from tests.engine.compared_runs import read as read_run
 from tests.faults.conftest import STEPS
 from tests.faults.conftest import job as job  # a fixture
 from tests.faults.driver import Fault, losses, run
@@ -62,9 +63,7 @@ def environment(kind: str) -> dict[str, str]:
 
 
 def read(folder: Path, case: str, who: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    name = runs.file_name(case, runs.RANKS_OF_CARDS, who)
-    text = (folder / f"{name}.json").read_text()
-    return json.loads(text), load_file(folder / f"{name}.safetensors")
+    return read_run(folder, case, runs.RANKS_OF_CARDS, who)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,9 +73,7 @@ def test_two_ranks_train_as_one_does(folder: Path, case: str) -> None:
     for rank in range(runs.RANKS_OF_CARDS):
         found, parameters = read(folder, case, str(rank))
         assert found["norms"] == pytest.approx(alone["norms"], rel=NUMBERS[precision])
-        for name, value in parameters.items():
-            wanted = expected[name].float()
-            assert torch.allclose(value.float(), wanted, 0, PARAMETERS[precision]), name
+        check_parameters(parameters, expected, PARAMETERS[precision])
 
 
 @pytest.mark.parametrize("case", CASES)
