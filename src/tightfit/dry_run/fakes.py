@@ -1,7 +1,7 @@
 """What lets a program written for real tensors run on fake ones.
 
-A `FakeTensorMode` gives every tensor a shape and no storage. Where a program reads a value, asks
-for what only real values tell, or moves a module, it gets the answer that a real run would get.
+A mode (`fake_mode.py`) gives every tensor a shape and no storage. Where a program asks for what
+only real values tell, or moves a module, it gets the answer that a real run would get.
 Knows nothing of engines or bills.
 """
 
@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import transformers.masking_utils
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.dry_run.fake_mode import QuickFakes
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Every tensor made inside is a fake one."""
-    fakes = (FakeTensorMode(), _AsRealTensors())  # type: ignore[no-untyped-call]
-    with _no_packing_check(), _no_module_moves(), _real_meshes(), fakes[0], fakes[1]:
+    with _no_packing_check(), _no_module_moves(), _real_meshes(), QuickFakes():
         yield
 
 
@@ -45,35 +44,6 @@ def make_fake(model: nn.Module) -> None:
                     nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 )
             setattr(module, own, replaced[tensor])
-
-
-class _AsRealTensors(TorchDispatchMode):
-    """Answers what fake tensors do not.
-
-    Where a program reads a value it gets one: finite, true, positive. Grouped products (of
-    experts) are there for every type, as they are for real tensors; torch 2.13 fakes them for
-    bf16 alone.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """See `Ledger`."""
-        return False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Answer, or leave it to the fake mode below."""
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return True if args[0].dtype is torch.bool else 1
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            left, right = (matrix.to(torch.bfloat16) for matrix in args[:2])
-            return func(left, right, *args[2:], **(kwargs or {})).to(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tightfit.dry_run.kernels import card_kernels
 from tightfit.dry_run.pinned import pinned_host
 from tightfit.dry_run.program import evaluate, fill, generate, resume, save, train_step
 from tightfit.dry_run.ranks import fake_ranks
+from tightfit.dry_run.repeats import few_chunks
 from tightfit.dry_run.result import DryRun, Shape
 from tightfit.dry_run.sections import follow_layers
 from tightfit.engine.adapter import import_library
@@ -182,6 +183,7 @@ def _program(config: PretrainedConfig, job: Job, rank: int = 0) -> _Counted:
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(policies.sharding.ranks, rank))
         stack.enter_context(fake_tensors())
+        stack.enter_context(few_chunks())
         make_fake(model)
         layers = decoder_layers(model)
         counting = stack.enter_context(Ledger())

@@ -10,7 +10,7 @@ labels, it is what it was. Where ranks share the vocabulary, a chunk's logits ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +157,11 @@ def chunked_causal_loss(
     return loss
 
 
+def chunks_of(tokens: int, chunk_tokens: int) -> Sequence[slice]:
+    """Positions whose logits live at the same time, all of them in turn."""
+    return [slice(start, start + chunk_tokens) for start in range(0, tokens, chunk_tokens)]
+
+
 @dataclass(frozen=True)
 class _Targets:
     """What each position is trained to predict, and which rows of it are here.
@@ -197,8 +202,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         """See `chunked_causal_loss`; `hidden` is `[tokens, hidden]`."""
         gradients = _Gradients.empty(ctx, hidden, weight, bias) if with_gradients else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            piece = slice(start, start + chunk_tokens)
+        for piece in chunks_of(hidden.shape[0], chunk_tokens):
             loss += _chunk(hidden, weight, bias, targets[piece], piece, divisor, gradients)
         ctx.gradients = gradients
         ctx.weight_dtype = weight.dtype
