@@ -153,7 +153,7 @@ def test_keys_are_those_of_a_job(load: Load) -> None:
         ({"offload_prefetch": 65}, r"^offload_prefetch: 65 is not accepted; it must be .* 0 to 64"),
         ({"cutoff_len": None}, r"^cutoff_len: None is not accepted; it must be a whole number"),
         ({"seed": True}, r"^seed: true is not accepted; it must be a whole number"),
-        ({"allow": ["all"]}, r"^allow: \['all'\] is not accepted; it must be .*: lora$"),
+        ({"allow": ["all"]}, r"^allow: \['all'\] is not accepted; it must be .*\| lora \| qlora$"),
         ({"memory_limit": "much"}, r"^memory_limit: 'much' is not a size"),
         ({"train_batch_size": 8}, r"train_batch_size 8 contradicts .*global_batch_size 4"),
         ({"per_device_train_batch_size": 3}, r"4 is not a multiple of .* 3"),

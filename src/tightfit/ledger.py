@@ -36,6 +36,8 @@ Kinds = dict[Kind, int]
 
 # `torch.tensor(data)` makes its storage unseen and shows it first to this "view".
 _MAKERS = (torch.ops.aten.lift_fresh.default,)
+# Asked several times in an operation of tensors whose device Python tells: fake ones.
+_DEVICE_OF = torch.ops.prim.device.default
 
 _active: Ledger | None = None
 
@@ -85,7 +87,7 @@ class Ledger(TorchDispatchMode):
         self._section: Section = (Phase.LOAD, "")
         self._label: tuple[Kind, Tier | None] | None = None
         self._operation = "start"
-        self._imagining = False
+        self._looks_away = False
         self._replay: Callable[[int, int], None] | None = None
         self._outer: Ledger | None = None
         self._open_section()
@@ -202,6 +204,15 @@ class Ledger(TorchDispatchMode):
         finally:
             self._label = before
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Storages that are made inside are not counted."""
+        before, self._looks_away = self._looks_away, True
+        try:
+            yield
+        finally:
+            self._looks_away = before
+
     def replay_device(self, resize: Callable[[int, int], None]) -> None:
         """Tell another counter of every storage on the device, of those that live now first.
 
@@ -229,8 +240,10 @@ class Ledger(TorchDispatchMode):
         """Run the operation, then count the storages it made."""
         if DTensor in types:  # its own operations on the parts it is made of come here next
             return NotImplemented
+        if func is _DEVICE_OF:
+            return args[0].device
         out = func(*args, **(kwargs or {}))
-        if self._imagining:
+        if self._looks_away:
             return out
         if func in _MAKERS:
             self._operation = func
@@ -294,11 +307,8 @@ class Ledger(TorchDispatchMode):
         """Where a DTensor learns the shape of a result from whole fake tensors, uncounted."""
 
         def imagine(*args: Any) -> Any:
-            before, self._imagining = self._imagining, True
-            try:
+            with self.uncounted():
                 return plain(*args)
-            finally:
-                self._imagining = before
 
         return imagine
 
@@ -393,6 +403,16 @@ def labelled(kind: Kind, tier: Tier | None = None) -> Iterator[None]:
         yield
         return
     with _active.labelled(kind, tier):
+        yield
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """`Ledger.uncounted` of the active ledger, if any."""
+    if _active is None:
+        yield
+        return
+    with _active.uncounted():
         yield
 
 

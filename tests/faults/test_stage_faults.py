@@ -49,7 +49,8 @@ def test_a_stage_that_fails_ends_all(
     check_end(run(tmp_path, staged(job, tmp_path, shared), fault=fault), fault, said)
     last = latest_checkpoint(tmp_path / "run")
     assert last == tmp_path / "run" / "checkpoint-2"
-    check_same_files(last, undisturbed / "checkpoint-2")
+    # Stages see the same data, so they draw the same random numbers; other ranks do not.
+    check_same_files(last, undisturbed / "checkpoint-2", but="random_state.")
 
 
 @SLOW

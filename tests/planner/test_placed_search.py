@@ -23,7 +23,7 @@ from tightfit.facts import disk
 from tightfit.facts.disk import DiskRate
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
-from tightfit.planner import fitting, search
+from tightfit.planner import fitting, machine, search
 from tightfit.planner.fractions import fraction_of, state_bytes, with_fraction
 from tightfit.planner.options import Options, options_of
 from tightfit.planner.placements import uses_disk
@@ -236,7 +236,7 @@ def test_memory_that_looks_like_a_disk_is_no_way_out(
     short = {"memory_limit": tight, "host_memory_limit": f"{host // 4}"}
     assert uses_disk(planned(**short).policies.placement)
     monkeypatch.setattr(disk, "why_no_disk", lambda folder: "it is a drawing")
-    monkeypatch.setattr(search, "why_no_disk", disk.why_no_disk)
+    monkeypatch.setattr(machine, "why_no_disk", disk.why_no_disk)
     with pytest.raises(DoesNotFitError, match=r"nvme was not tried: it is a drawing"):
         planned(**short)
     for named in ({"offload_optimizer": "nvme"}, {"offload_folder": "/somewhere"}):

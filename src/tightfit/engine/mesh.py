@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tightfit import ledger
 from tightfit.errors import ConfigError
 from tightfit.policies import ShardingPolicy
 
@@ -61,8 +62,9 @@ class Mesh:
         self._whole: DeviceMesh | None = None
         if shared:
             sizes = tuple(self._sizes[dimension] for dimension in shared)
-            # The mesh computes with its numbers, so they are real in a dry run too.
-            with unset_fake_temporarily():
+            # The mesh computes with its numbers, so they are real in a dry run too. torch keeps
+            # those few bytes until there is another mesh.
+            with unset_fake_temporarily(), ledger.uncounted():
                 self._whole = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(shared))
 
     def size(self, dimension: Dimension) -> int:
