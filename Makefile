@@ -1,10 +1,11 @@
 # make demo    install, then fine-tune a real model inside a memory limit (ARGS="--max_steps 5")
-# make test    install, then format check, lint, types, tests with coverage
+# make test    install, then format check, lint, types, tests with coverage (JOBS=4: by four)
 # make format  rewrite the sources in the project's format
 # make clean   remove the environment and everything that was built
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
@@ -21,7 +22,7 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow" --cov --cov-report=term:skip-covered $(ARGS)
+	$(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadfile --cov --cov-report=term:skip-covered $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
