@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     _BypassDispatchCache,
-    _DispatchCacheKey,
+    _DispatchCacheEntryOutputInfo,
     _DispatchCacheValidEntry,
 )
 
@@ -27,7 +27,6 @@ _PLAIN = (
     bool, int, float, str, type(None),
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-_NO_KEY = _DispatchCacheKey(())  # it is for symbolic sizes, and there are none
 # As torch's own memory, for all modes.
 _known: dict[tuple[Any, ...], _DispatchCacheValidEntry] = {}
 
@@ -38,6 +37,7 @@ class QuickFakes(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__()
         self._state = _CacheKeyState(None)
+        self._like: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -59,7 +59,8 @@ class QuickFakes(FakeTensorMode):
             return self.dispatch(func, types, args, kwargs)
         entry = _known.get(key)
         if entry is not None:
-            return self._output_from_cache_entry(self._state, entry, _NO_KEY, func, args)
+            made = tuple(self._made(info, func, args) for info in entry.output_infos)
+            return made if entry.is_output_tuple else made[0]
         result = self.dispatch(func, types, args, kwargs)
         self._learn(key, func, args, kwargs)
         return result
@@ -70,12 +71,39 @@ class QuickFakes(FakeTensorMode):
             entry = self.cache.get(self._cache_key(self._state, func, args, kwargs))
         except _BypassDispatchCache:
             return
-        if isinstance(entry, _DispatchCacheValidEntry):
+        if isinstance(entry, _DispatchCacheValidEntry) and all(map(_is_plain, entry.output_infos)):
             _known[key] = entry
+
+    def _made(self, info: _DispatchCacheEntryOutputInfo, func: Any, args: Any) -> Any:
+        """One of an operation's results, as torch makes it of what it remembers."""
+        if info.inplace_idx is not None:
+            return args[info.inplace_idx]
+        known: Any = info.metadata
+        if known is None:
+            return None
+        tensor = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+        if func.is_view:
+            storage = args[info.view_idx].untyped_storage()
+            tensor.set_(storage, known.storage_offset, known.shape, known.stride)
+        return self._fake(tensor, known.device)
+
+    def _fake(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A fake tensor of one on the meta device: torch makes the first, others are like it."""
+        like = self._like.get(device)
+        if like is None:
+            first = FakeTensor(self, meta, device)
+            self._like[device] = dict(vars(first))
+            return first
+        made = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(like)
+        return made
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """Everything that decides what comes out; None where an argument is not plain."""
-        key = [func, torch.get_default_dtype(), *kwargs]
+        key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         described = self._describe(key, args) and self._describe(key, kwargs.values())
         return tuple(key) if described else None
 
@@ -98,3 +126,12 @@ class QuickFakes(FakeTensorMode):
             else:
                 return False
         return True
+
+
+def _is_plain(info: _DispatchCacheEntryOutputInfo) -> bool:
+    """Whether it says of a result no more than `QuickFakes` makes again."""
+    known: Any = info.metadata
+    if known is None:
+        return info.inplace_idx is not None or info.constant_value is None
+    special = known.is_conj or known.is_neg or known.requires_grad
+    return known.layout is torch.strided and not special
