@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import Gemma2Config, LlamaConfig
 
+import tightfit.dry_run.run as program
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun, dry_run
 from tightfit.facts.workload import Workload
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
+    PipelineSchedule,
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
@@ -47,8 +49,7 @@ def test_weights_pass_through_the_host_one_by_one() -> None:
 def test_a_rank_reads_its_shards_and_nothing_whole() -> None:
     found = run(sharding=ShardingPolicy(4, 3))
     load = kinds(found.table, Phase.LOAD)
-    assert load[Kind.TEMPORARIES] < 1000, "of the tables of positions"
-    assert load.keys() == {Kind.PARAMETERS, Kind.BUFFERS, Kind.TEMPORARIES}
+    assert load.keys() == {Kind.PARAMETERS, Kind.BUFFERS}
     assert found.trainable <= load[Kind.PARAMETERS] < found.trainable * 1.02, "4 bytes, 4 ranks"
     assert kinds(found.table, Phase.LOAD, Tier.HOST) == {Kind.TRANSFER: EMBEDDING // 4}
 
@@ -134,3 +135,36 @@ def test_files_of_a_deep_model_are_extrapolated(adapter: AdapterPolicy | None) -
     )
     for phase in (Phase.SAVE, Phase.RESUME):
         assert kinds(few, phase, Tier.HOST) == kinds(all_layers, phase, Tier.HOST), phase
+
+
+ORDERS = [
+    {"pipeline_schedule": PipelineSchedule.ONE_FORWARD_ONE_BACKWARD},
+    {"pipeline_schedule": PipelineSchedule.GPIPE},
+    {"pipeline_schedule": PipelineSchedule.INTERLEAVED, "virtual_stages": 2},
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: str(order["pipeline_schedule"]))
+@pytest.mark.parametrize("layers", [8, 10, 11])
+def test_stages_that_are_left_out_take_no_more_than_others(
+    layers: int, order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers})
+    policies = Policies(
+        batch=BatchPolicy(1, 5), sharding=ShardingPolicy(4, pipeline_parallel=4, **order)
+    )
+    priced = program._stages_that_may_be_fullest(config, policies.sharding)
+    assert {0, 3} < set(priced) < {0, 1, 2, 3}
+
+    def table() -> MemoryTable:
+        return program.run(config, policies, Workload(16, 5), full_depth=False, card=None).table
+
+    few = table()
+    monkeypatch.setattr(program, "_stages_that_may_be_fullest", lambda *_: range(4))
+    assert few == table()
+
+
+def test_where_layers_differ_every_stage_is_priced() -> None:
+    config = Gemma2Config(**{**CONFIG.to_dict(), "model_type": "gemma2", "head_dim": 8})
+    sharding = ShardingPolicy(4, pipeline_parallel=4)
+    assert program._stages_that_may_be_fullest(config, sharding) == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ from tightfit.bill.timetable import enough_micro_batches
 from tightfit.dry_run.allocator import CachingAllocator
 from tightfit.dry_run.assumed import exchange_states, nearest, tensors_of
 from tightfit.dry_run.config import build_model
-from tightfit.dry_run.depth import SHALLOW, depths_of, extrapolate, with_depth
+from tightfit.dry_run.depth import SHALLOW, depths_of, extrapolate, layer_signatures, with_depth
 from tightfit.dry_run.fakes import fake_tensors, make_fake
 from tightfit.dry_run.kernels import card_kernels
 from tightfit.dry_run.pinned import pinned_host
@@ -29,9 +29,10 @@ from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.layers import decoder_layers
 from tightfit.engine.precision import DTYPES
+from tightfit.engine.stages import stage_runs
 from tightfit.facts.workload import Workload
 from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
-from tightfit.policies import Policies, Tier
+from tightfit.policies import Policies, ShardingPolicy, Tier
 
 Sections = dict[Section, dict[Tier, Kinds]]
 
@@ -100,14 +101,12 @@ def run(
 def _fullest_stages(config: PretrainedConfig, job: Job) -> _Counted:
     """For every section and tier the stage of a pipeline that takes most there.
 
-    Stages are built as they are, all of them: together they have the layers of one model.
+    Stages are built as they are: together they have the layers of one model.
     """
     sharding = job.policies.sharding
     per_stage = sharding.ranks // sharding.pipeline_parallel
-    stages = [
-        _program(config, job, rank=per_stage * number)
-        for number in range(sharding.pipeline_parallel)
-    ]
+    numbers = _stages_that_may_be_fullest(config, sharding)
+    stages = [_program(config, job, rank=per_stage * number) for number in numbers]
     names = {name: None for stage in stages for name in stage.sections}
     fullest: Sections = {
         name: {
@@ -120,6 +119,28 @@ def _fullest_stages(config: PretrainedConfig, job: Job) -> _Counted:
         for name in names
     }
     return _Counted(fullest, max(stage.allocator_bytes for stage in stages))
+
+
+def _stages_that_may_be_fullest(config: PretrainedConfig, sharding: ShardingPolicy) -> list[int]:
+    """The first and the last, which have an end of the model, and of those between them all that no
+    earlier one exceeds: it has as many micro-batches in flight at least, and where layers are
+    alike more of them is more."""
+    stages, chunks = sharding.pipeline_parallel, sharding.virtual_stages
+    numbers = list(range(stages))
+    if len(set(layer_signatures(config))) > 1:
+        return numbers
+    with torch.device("meta"):
+        runs = stage_runs(build_model(config, torch.float32), stages, chunks)
+    layers = [[len(run) for run in runs[number::stages]] for number in numbers]
+    return [
+        number
+        for number in numbers
+        if number in (0, stages - 1)
+        or not any(
+            all(own <= its for own, its in zip(layers[number], layers[earlier], strict=True))
+            for earlier in range(1, number)
+        )
+    ]
 
 
 def _divides_layers(policies: Policies) -> bool:

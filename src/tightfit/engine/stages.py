@@ -161,18 +161,11 @@ def apply_stage(model: PreTrainedModel, number: int, stages: int, chunks: int = 
     Raises:
         UnsupportedError: the model has no plan, or cannot be cut into so many.
     """
-    _check(model)
+    runs = stage_runs(model, stages, chunks)
     base, layers = model.base_model, decoder_layers(model)
     before, name, after = _around(model, layers)
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
-    runs = stage_layers(
-        [_size(layer) for layer in layers],
-        sum(_size(getattr(base, name)) for name in before),
-        sum(_size(getattr(base, name)) for name in after) + _size(head),
-        stages,
-        chunks,
-    )
     own = [_chunk(runs, index, layers, name, after) for index in range(number, len(runs), stages)]
     stage = Stage(model, number, stages, tuple(own), tied)
     kept = {index for run in runs[number::stages] for index in run}
@@ -186,6 +179,20 @@ def apply_stage(model: PreTrainedModel, number: int, stages: int, chunks: int = 
         model.set_output_embeddings(Absent())
     stage.compute_in_chunks()
     return stage
+
+
+def stage_runs(model: PreTrainedModel, stages: int, chunks: int = 1) -> list[range]:
+    """The numbers of the layers of each run, as `stage_layers` says; raises as `apply_stage`."""
+    _check(model)
+    base, layers = model.base_model, decoder_layers(model)
+    before, _, after = _around(model, layers)
+    return stage_layers(
+        [_size(layer) for layer in layers],
+        sum(_size(getattr(base, name)) for name in before),
+        sum(_size(getattr(base, name)) for name in after) + _size(model.get_output_embeddings()),
+        stages,
+        chunks,
+    )
 
 
 def _chunk(
