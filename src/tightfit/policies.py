@@ -103,6 +103,11 @@ class ShardingPolicy:
         """Ranks that share one copy of the model states out."""
         return self.data_parallel // self.replicas if self.zero_stage else 1
 
+    @property
+    def updaters(self) -> int:
+        """Ranks that update one copy of the model together, each a part of its own."""
+        return self.shards * self.tensor_parallel * self.pipeline_parallel
+
 
 @dataclass(frozen=True)
 class LossPolicy:

@@ -240,11 +240,10 @@ class _Update:
     @classmethod
     def of(cls, cost: ModelCost, policies: Policies, rates: Rates, traffic: Traffic) -> _Update:
         # The norm and the clipping read and write every gradient once more.
-        touched = 3 * cost.trainable * policies.precision.parameter_bytes
+        own = cost.trainable / policies.sharding.updaters
+        touched = 3 * own * policies.precision.parameter_bytes
         host = rates.host_optimizer_parameters_per_second
-        sharding = policies.sharding
-        shards = sharding.data_parallel if sharding.zero_stage else 1
-        staying = (cost.trainable - traffic.updated_off) / shards
+        staying = own - traffic.updated_off
         return cls(
             norm=touched / rates.memory_bytes_per_second,
             on_device=staying / rates.device_optimizer_parameters_per_second,

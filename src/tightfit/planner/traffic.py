@@ -64,7 +64,7 @@ class Traffic:
 
 
 def traffic_of(run: DryRun, policies: Policies, activation_bytes: float) -> Traffic:
-    """What moves under `policies`.
+    """What moves under `policies` on one of the ranks.
 
     Args:
         run: of the same model and adapter; its counts and shape are used.
@@ -76,7 +76,7 @@ def traffic_of(run: DryRun, policies: Policies, activation_bytes: float) -> Traf
     on_disk = tiers[Tier.NVME]
     leaves = placement.optimizer_states is not Tier.DEVICE
     updated = share_leaving(placement.optimizer_fraction, run, trained=True) * run.trainable
-    updated = updated if leaves else 0.0
+    updated = updated / policies.sharding.updaters if leaves else 0.0
     widths = state_widths(policies)
     gradients = updated * widths.trainable
     late = placement.gradients is Tier.DEVICE
@@ -118,4 +118,5 @@ def _resident_share(run: DryRun, policies: Policies) -> float:
 def _first_values(run: DryRun, policies: Policies) -> float:
     """The embedding, where it is trained and its update leaves the device."""
     leaves = policies.placement.optimizer_fraction == 1 and policies.adapter is None
-    return run.shape.vocab_size * run.shape.hidden_size if leaves else 0.0
+    embedding = run.shape.vocab_size * run.shape.hidden_size
+    return embedding / policies.sharding.updaters if leaves else 0.0
