@@ -151,6 +151,8 @@ class LowerBounds:
         states = sum(least.peaks[Phase.FORWARD][Tier.DEVICE].values())
         device = self._least_on_device(policies, run, states, stay=stay)
         least = least.plus(Tier.DEVICE, Kind.ACTIVATIONS, device, Phase.FORWARD)
+        whole = _gathered(policies, run)
+        least = least.plus(Tier.DEVICE, Kind.COLLECTIVES, whole, Phase.FORWARD)
         if not stay:
             host = _most(one.least_host_bytes(policies) for one in self._of_same_loss(policies))
             least = least.plus(Tier.HOST, Kind.ACTIVATIONS, host, Phase.FORWARD)
@@ -225,13 +227,32 @@ def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
     placement = policies.placement
     if placement.parameters is Tier.DEVICE or policies.sharding.ranks > 1:
         return 0, 0  # of what ranks share it is a part, which is not counted
-    shape, widths = run.shape, state_widths(policies)
-    end = shape.vocab_size * shape.hidden_size
-    total = run.trainable + run.frozen
-    inside = max(0, total - (1 if shape.tied else 2) * end) // shape.layers
+    inside, end = _sizes(run)
+    widths = state_widths(policies)
     width = min(widths.trainable, widths.frozen)
     leaves = share_leaving(placement.parameter_fraction, run, trained=False) == 1
     return width * inside, width * end if leaves else 0
+
+
+def _gathered(policies: Policies, run: DryRun) -> int:
+    """Whole parameters beside this rank's shards from the first layer's forward to its backward
+    (the table in engine/sharding.py): all of an average stage, or in ZeRO-3 what is in no layer."""
+    sharding, (_, end) = policies.sharding, _sizes(run)
+    if sharding.shards == 1 or policies.adapter is not None:
+        return 0
+    count = run.trainable / sharding.pipeline_parallel
+    if sharding.zero_stage == 3:
+        ends = (1 if run.shape.tied else 2) * end
+        count = ends if sharding.pipeline_parallel == 1 else 0
+    return int(state_widths(policies).trainable * count / sharding.tensor_parallel)
+
+
+def _sizes(run: DryRun) -> tuple[int, int]:
+    """Parameters of an average layer, and of the embedding or output layer."""
+    shape = run.shape
+    end = shape.vocab_size * shape.hidden_size
+    total = run.trainable + run.frozen + run.quantised
+    return max(0, total - (1 if shape.tied else 2) * end) // shape.layers, end
 
 
 def _beyond_average(policies: Policies, run: DryRun, states: int, of_layers: int) -> Iterator[int]:
@@ -243,9 +264,8 @@ def _beyond_average(policies: Policies, run: DryRun, states: int, of_layers: int
     """
     sharding, shape, steps = policies.sharding, run.shape, policies.batch.accumulation_steps
     stages = sharding.pipeline_parallel
-    end = shape.vocab_size * shape.hidden_size
     total = run.trainable + run.frozen + run.quantised
-    inside = max(0, total - (1 if shape.tied else 2) * end) // shape.layers
+    inside, end = _sizes(run)
     if run.quantised:  # a stage's bytes do not go with its parameters
         yield of_layers // stages
         return

@@ -67,9 +67,9 @@ class FirstFit:
                 if self.fitting.fits(entry.whole):
                     return entry.whole
                 continue
-            if entry.layers and self.fitting.fits_whole(self._policies(entry)):
+            if entry.tries and self.fitting.fits_whole(self._policies(entry)):
                 return self._policies(entry)
-            following = self._more(entry) if entry.layers else self._least(entry)
+            following = self._next(entry)
             if following is not None:
                 heappush(queue, following)
         return None
@@ -106,28 +106,40 @@ class FirstFit:
     def _layers(self, policies: Policies) -> int:
         return self.fitting.pricing.counts(policies).shape.layers
 
+    def _next(self, entry: _Entry) -> _Entry | None:
+        """The entry with more of it known, at the price of a dry run only where bounds leave it
+        among the fastest."""
+        if not entry.layers:
+            return self._at_least(entry)
+        return self._more(entry) if entry.tries else self._least(entry)
+
+    def _at_least(self, entry: _Entry) -> _Entry | None:
+        """The entry with the fewest layers of which nothing says yet that the device is too small
+        for what stays, or another tier for what leaves; asks for no bill."""
+        whole, name, layers = entry.whole, entry.name, self._layers(entry.whole)
+        assert name is not None
+        if self.fitting.limits.device_bytes is None or not self.fitting.could_fit_the_device(whole):
+            return None
+        for leaving in range(1, layers + 1):
+            if self.fitting.could_fit(with_fraction(whole, name, fraction_of(leaving, layers))):
+                return self._entry(entry.number, whole, name, leaving)
+        return None
+
     def _least(self, entry: _Entry) -> _Entry | None:
         """The entry with as many layers as the bill of all of them says are missing; None where
-        no number of them could do, or the device is large enough for nothing that leaves."""
-        fitting, whole = self.fitting, entry.whole
+        no number of them could do."""
+        fitting, whole, name = self.fitting, entry.whole, entry.name
         limit = fitting.limits.device_bytes
-        assert entry.name is not None
-        if limit is None or not self._could_do(whole, entry.name) or fitting.refusal(whole):
+        assert name is not None
+        assert limit is not None
+        # Bounds are closer by now.
+        if self._at_least(entry) is None or fitting.refusal(whole) is not None:
             return None
         run, bill = fitting.pricing.counts(whole), fitting.pricing.bill(whole)
-        layers = least_leaving(whole, entry.name, bill, run, limit)
+        layers = least_leaving(whole, name, bill, run, limit)
         if layers is None:
             return None
-        return self._entry(entry.number, whole, entry.name, layers, 1)
-
-    def _could_do(self, whole: Policies, name: str) -> bool:
-        """Whether nothing says yet that the device is too small for what stays, or another tier for
-        what leaves, whatever the number of layers; asks for no bill."""
-        layers = self._layers(whole)
-        return self.fitting.could_fit_the_device(whole) and any(
-            self.fitting.could_fit(with_fraction(whole, name, fraction_of(leaving, layers)))
-            for leaving in range(1, layers + 1)
-        )
+        return self._entry(entry.number, whole, name, layers, 1)
 
     def _more(self, entry: _Entry) -> _Entry | None:
         """The entry with what its own bill has shown to be missing on the device as well; None
