@@ -13,7 +13,12 @@ import pytest
 
 from tightfit.dry_run.config import load_config
 from tightfit.facts import catalogue
-from tightfit.facts.catalogue import catalogue_names, find_in_catalogue, nearest_names
+from tightfit.facts.catalogue import (
+    catalogue_names,
+    family_of,
+    find_in_catalogue,
+    nearest_names,
+)
 from tightfit.facts.config_checks import check_config
 from tightfit.facts.model_spec import ModelSpec
 from tightfit.facts.parameter_count import ParameterCounts
@@ -150,3 +155,25 @@ def test_the_catalogue_is_read_when_it_is_asked_for_and_without_torch() -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "lacks"),
+    [
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2-7B"),
+        ("qwen3-32b", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-32B"),
+        ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B"),
+        ("Mixtral-8x22B-v0.1", "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mistral-7B-v0.1"),
+        ("HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM3-3B"),
+    ],
+)
+def test_a_family_is_one_name_in_several_sizes(name: str, has: str, lacks: str) -> None:
+    names = [entry.name for entry in family_of(name)]
+    own = find_in_catalogue(name)
+    assert own is not None
+    assert {own.name, has} <= set(names)
+    assert lacks not in names
+
+
+def test_a_folder_has_no_family() -> None:
+    assert family_of("path/to/model") == []

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tightfit.facts.job import Job
-from tightfit.planner.explain import reasons_for, without_effect
+from tightfit.planner.explain import bottleneck, reasons_for, without_effect
 from tightfit.planner.options import without_technique
-from tightfit.planner.plan import Limits, Plan
+from tightfit.planner.plan import Limits, Plan, StepTime
 from tightfit.planner.pricing import Pricing
 from tightfit.policies import PlacementPolicy, Policies, Tier
 from tightfit.units import format_bytes, format_seconds
@@ -75,3 +75,17 @@ def test_a_plan_says_which_keys_did_nothing(plan: Planner) -> None:
     ]
     assert chosen.to_json()["notes"] == list(chosen.notes)
     assert plan(memory_limit="1GiB").notes == ()
+
+
+def test_the_bottleneck_is_what_takes_most_and_what_is_fullest(plan: Planner) -> None:
+    bill = plan().bill
+    peak, more = bill.peak_bytes(Tier.DEVICE), bill.peak_bytes(Tier.HOST) + 10
+    time = StepTime(compute=6.0, recompute=0.0, optimizer=3.0, copies=1.0, overhead=0.0)
+    assert bottleneck(bill, time, Limits(device_bytes=peak + 5, host_bytes=more)) == (
+        "computing takes 60% of a step, then the optimizer's update 30%; of memory device is "
+        f"nearest to its limit ({format_bytes(peak)} of {format_bytes(peak + 5)})"
+    )
+    assert bottleneck(bill, replace(time, optimizer=0.0, copies=0.01), Limits()) == (
+        "computing takes 100% of a step"
+    )
+    assert plan().bottleneck.startswith("computing takes")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,3 +89,17 @@ def nearest_names(name: str, count: int = 3) -> list[str]:
     last_part = name.casefold().rstrip("/").rpartition("/")[2]
     found = difflib.get_close_matches(last_part, by_last_part, n=count, cutoff=0.5)
     return [by_last_part[part] for part in found]
+
+
+# What names of one family differ in: how many parameters, and what was made of the base.
+_SIZE = re.compile(r"[-_]?v?(\d+x)?\d+(\.\d+)?[bm]\b.*", re.IGNORECASE)
+
+
+def family_of(name: str) -> list[CatalogueEntry]:
+    """The entries whose names differ from `name` in the size and what follows it, that one among
+    them; none where the catalogue does not have it."""
+    entry = find_in_catalogue(name)
+    if entry is None:
+        return []
+    family = _SIZE.sub("", entry.name)
+    return [other for other in _entries().values() if _SIZE.sub("", other.name) == family]

@@ -11,12 +11,13 @@ from tightfit.bill.table import MemoryTable
 from tightfit.errors import UnsupportedError
 from tightfit.facts.job import Job
 from tightfit.planner.options import without_technique
-from tightfit.planner.plan import Limits
+from tightfit.planner.plan import Limits, StepTime
 from tightfit.planner.pricing import Pricing
 from tightfit.policies import Policies, Tier
 from tightfit.units import format_bytes, format_seconds
 
 _SECONDS_PER_DAY = 24 * 60 * 60
+_WORTH_NAMING = 0.01  # of a step
 
 
 def reasons_for(policies: Policies, pricing: Pricing, limits: Limits) -> Iterator[str]:
@@ -67,6 +68,36 @@ def _wear(policies: Policies, pricing: Pricing) -> Iterator[str]:
             f"{format_bytes(round(written))} are written to nvme in each step, "
             f"{format_bytes(round(written * steps))} in a day of training"
         )
+
+
+_PARTS = {
+    "compute": "computing",
+    "recompute": "computing layers again",
+    "optimizer": "the optimizer's update",
+    "copies": "copies between device and host",
+    "overhead": "starting operations",
+    "disk": "the disk",
+    "communication": "waiting for other ranks",
+    "bubble": "stages that stand idle",
+}
+
+
+def bottleneck(bill: MemoryTable, time: StepTime, limits: Limits) -> str:
+    """What takes most of a step and what comes next, and the memory that is nearest to its limit:
+    where a faster or larger part would help, and where none would."""
+    shares = sorted(
+        ((seconds / time.total, _PARTS[name]) for name, seconds in time.__dict__.items()),
+        reverse=True,
+    )
+    (most, first), (less, second) = shares[:2]
+    said = f"{first} takes {most:.0%} of a step"
+    if less >= _WORTH_NAMING:
+        said += f", then {second} {less:.0%}"
+    use = limits.tightest(bill)
+    if use is not None:
+        need, limit = format_bytes(use.need_bytes), format_bytes(use.limit_bytes)
+        said += f"; of memory {use.name} is nearest to its limit ({need} of {limit})"
+    return said
 
 
 def without_effect(job: Job, policies: Policies) -> Iterator[str]:

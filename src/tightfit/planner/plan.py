@@ -190,6 +190,7 @@ class Plan:
         lighter: for when ranks turn out to wait for each other; None where nothing is known or
             nobody has looked.
         rates: what the step times come from.
+        bottleneck: what takes most of a step, and which memory is nearest to its limit.
     """
 
     policies: Policies
@@ -205,6 +206,7 @@ class Plan:
     offload_folder: Path | None = None
     lighter: Lighter | None = None
     rates: RatesNote = RatesNote()
+    bottleneck: str = ""
 
     @property
     def fits(self) -> bool:
@@ -225,6 +227,7 @@ class Plan:
             },
             "plain_peak_bytes": {str(tier): self.plain.peak_bytes(tier) for tier in Tier},
             "reasons": list(self.reasons),
+            "bottleneck": self.bottleneck,
             "notes": list(self.notes),
             "alternatives": [_alternative_json(candidate) for candidate in self.alternatives],
         }
