@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import tightfit
 from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
-from tightfit.planner import search
+from tightfit.planner import prepared
 from tightfit.planner.rates import Rates
 from tightfit.policies import LossKind, Tier
 
@@ -30,7 +30,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
             if field.type == "float"
         }
     )
-    monkeypatch.setattr(search, "measure_rates", lambda device, dtype: rates)
+    monkeypatch.setattr(prepared, "measure_rates", lambda device, dtype: rates)
 
 
 @pytest.fixture

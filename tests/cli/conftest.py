@@ -57,7 +57,7 @@ def job_file(tmp_path: Path, tiny_model_folder: Path, rows: Path) -> Callable[..
 
 @pytest.fixture
 def no_measuring() -> Iterator[None]:
-    from tightfit.planner import search
+    from tightfit.planner import prepared
     from tightfit.planner.rates import Rates
 
     rates = Rates(
@@ -68,5 +68,5 @@ def no_measuring() -> Iterator[None]:
         }
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "measure_rates", lambda device, dtype: rates)
+        patch.setattr(prepared, "measure_rates", lambda device, dtype: rates)
         yield

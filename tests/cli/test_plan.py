@@ -19,6 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 KEYS = {
     "fits", "peak_bytes", "phases", "kinds", "plan", "step_seconds", "step_seconds_by_part",
     "parameters", "limits", "plain_peak_bytes", "reasons", "notes", "alternatives", "rates",
+    "bottleneck",
 }  # fmt: skip
 TIERS = {"device", "host", "pinned", "nvme"}
 
@@ -118,7 +119,7 @@ def test_the_page_names_no_key_that_is_gone() -> None:
         "event", "step", "loss", "seconds", "epoch", "learning_rate", "grad_norm", "tokens",
         "device_bytes", "device_peak_bytes", "nvme_written_bytes", "communication_seconds",
         "communication_share", "skipped", "bill", "textbook", "machine_bytes", "card", "notes",
-        "compare", "elsewhere", "plan_changes", "config",
+        "compare", "elsewhere", "plan_changes", "config", "buying",
     }  # fmt: skip
     assert not gone
 
@@ -152,3 +153,48 @@ def test_planning_needs_no_data_and_writes_nothing(
 ) -> None:
     assert main(["plan", job_file(dataset=..., cutoff_len=32)]) == 0
     assert not (tmp_path / "run").exists()
+
+
+# A machine that is described, and nothing to choose.
+DESCRIBED = [
+    "--gpu", "rtx-3060", "--ram", "16GiB", "--loss", "full", "--gradient_checkpointing", "false",
+    "--offload_optimizer", "none", "--offload_param", "none", "--offload_activations", "false",
+    "--zero_stage", "0", "--tensor_parallel_size", "1", "--pipeline_parallel_size", "1",
+    "--per_device_train_batch_size", "1",
+]  # fmt: skip
+
+
+def test_what_buying_would_change(job_file: JobFile, capsys: Captured) -> None:
+    path = job_file(output_dir=None)
+    found = planned(capsys, "plan", path, *DESCRIBED, "--buying")
+    assert set(found) == KEYS | {"buying"}
+    assert [one["name"] for one in found["buying"]] == ["a second card", "64.00 GiB more RAM"]
+    assert set(keys_of(found["buying"])) <= documented()
+    cards, ram = found["buying"]
+    assert cards["said"] == "micro-batch 1 x 1, 2 ranks, data parallel"
+    assert (ram["speedup"], ram["said"]) == (1.0, "the same plan")
+    assert main(["plan", path, *DESCRIBED, "--buying"]) == 0
+    out = capsys.readouterr().out
+    assert "What buying would change\n  a second card: " in out
+    assert "  64.00 GiB more RAM: 1.0x (the same plan)" in out
+
+
+def test_the_largest_model(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tightfit.facts.catalogue import find_in_catalogue
+    from tightfit.planner import largest
+
+    smallest = find_in_catalogue("HuggingFaceTB/SmolLM2-135M")
+    monkeypatch.setattr(largest, "models_by_size", lambda: [smallest])
+    words = ["plan", "--largest", *DESCRIBED, "--cutoff_len", "16", "--train_batch_size", "1"]
+    assert main([*words, "--finetuning_type", "lora", "--quantization_bit", "4", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["way"], found["model"]) == ("QLoRA", "HuggingFaceTB/SmolLM2-135M")
+    assert set(keys_of(found)) - set(keys_of(found["plan"])) <= documented()
+    monkeypatch.setattr(largest, "models_by_size", list)
+    assert main([*words, "--finetuning_type", "full"]) == 3
+    assert "none fits" in capsys.readouterr().out
+
+
+def test_the_largest_model_is_no_plan_of_one(capsys: Captured) -> None:
+    assert main(["plan", "--largest", "--buying"]) == 2
+    assert "leave out --buying and --export" in capsys.readouterr().err

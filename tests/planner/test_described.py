@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from tightfit.bill.runtime import Link, runtime_bytes
 from tightfit.bill.table import Kind
 from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
-from tightfit.planner import fitting, search
+from tightfit.planner import fitting, prepared
 from tightfit.planner.estimate import estimate_job
 from tightfit.planner.plan import Plan
 from tightfit.planner.search import plan_job
@@ -22,7 +22,7 @@ from tightfit.units import GIB
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("measure_rates", "measure_disk"):
-        monkeypatch.setattr(search, name, lambda *arguments: pytest.fail("measured"))
+        monkeypatch.setattr(prepared, name, lambda *arguments: pytest.fail("measured"))
 
 
 # Nothing to choose: a plan needs one dry run.

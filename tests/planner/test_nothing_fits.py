@@ -17,7 +17,7 @@ from tightfit.errors import DoesNotFitError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
-from tightfit.planner import fitting, search
+from tightfit.planner import fitting, prepared
 from tightfit.planner.fitting import possible
 from tightfit.planner.options import options_of
 from tightfit.planner.plan import Limits, Plan
@@ -232,7 +232,7 @@ def test_a_base_of_few_bits_is_advised_where_its_library_is(
     keys = {"memory_limit": "2MiB", "host_memory_limit": "600KiB", "nvme_limit": "1KiB"}
     with pytest.raises(DoesNotFitError, match=r"would fit: QLoRA \(allow: \[qlora\]\)"):
         plan(lora_rank=2, **keys)
-    monkeypatch.setattr(search, "find_spec", lambda name: None)
+    monkeypatch.setattr(prepared, "find_spec", lambda name: None)
     with pytest.raises(DoesNotFitError) as raised:
         plan(lora_rank=2, **keys)
     assert "QLoRA" not in str(raised.value)

@@ -23,7 +23,7 @@ from tightfit.facts import disk
 from tightfit.facts.disk import DiskRate
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
-from tightfit.planner import fitting, machine, search
+from tightfit.planner import fitting, machine, prepared
 from tightfit.planner.fractions import fraction_of, state_bytes, with_fraction
 from tightfit.planner.options import Options, options_of
 from tightfit.planner.placements import uses_disk
@@ -253,8 +253,8 @@ def test_the_disk_is_measured_when_it_may_be_used_and_only_then(
         measured.append(folder)
         return DiskRate(5e9, 1e9)
 
-    monkeypatch.setattr(search, "measure_rates", lambda device, dtype: make_rates())
-    monkeypatch.setattr(search, "measure_disk", measure)
+    monkeypatch.setattr(prepared, "measure_rates", lambda device, dtype: make_rates())
+    monkeypatch.setattr(prepared, "measure_disk", measure)
 
     def run(**keys: Any) -> Plan:
         job = make_job(host_memory_limit=PLENTY, nvme_limit=PLENTY, **keys)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tightfit.facts.job import Job
-from tightfit.planner import search
+from tightfit.planner import prepared
 from tightfit.planner.plan import Plan
 from tightfit.planner.rates import Rates
 from tightfit.training.run import PreparedRun, RunResult, make_plan, prepare, train
@@ -31,7 +31,7 @@ def rates() -> Rates:
 
 @pytest.fixture
 def no_measuring(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
-    monkeypatch.setattr(search, "measure_rates", lambda device, dtype: rates)
+    monkeypatch.setattr(prepared, "measure_rates", lambda device, dtype: rates)
 
 
 @pytest.fixture(scope="session")

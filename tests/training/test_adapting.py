@@ -20,7 +20,7 @@ from tightfit.errors import ConfigError
 from tightfit.facts.job import Job
 from tightfit.monitor.changes import PlanChange
 from tightfit.monitor.records import StepRecord
-from tightfit.planner import search
+from tightfit.planner import prepared
 from tightfit.planner.plan import Lighter, Limits, Plan, StepTime
 from tightfit.planner.plan_file import read_policies, write_plan
 from tightfit.planner.rates import Rates
@@ -75,7 +75,7 @@ def folders(
     plans: dict[str, Plan] = {}
     alone = {"num_gpus": 1, "per_device_train_batch_size": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "measure_rates", lambda device, dtype: rates)
+        patch.setattr(prepared, "measure_rates", lambda device, dtype: rates)
         for name, (its_keys, stages, limits) in CASES.items():
             job = keys | its_keys
             if str(its_keys) not in plans:

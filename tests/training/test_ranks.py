@@ -15,7 +15,7 @@ from tests.training.conftest import PLAIN
 from tests.training.ranked_runs import RESULTS, Leg, on_ranks, run_leg
 
 from tightfit.facts.job import Job
-from tightfit.planner import search
+from tightfit.planner import prepared
 from tightfit.planner.plan import Plan
 from tightfit.planner.rates import Rates
 from tightfit.policies import ShardingPolicy
@@ -118,7 +118,7 @@ def folders(
         "output_dir": str(root / "unused"),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "measure_rates", lambda device, dtype: rates)
+        patch.setattr(prepared, "measure_rates", lambda device, dtype: rates)
         plans = {kind: make_plan(prepare(Job(**job | keys))) for kind, keys in KINDS.items()}
     for number in (1, 2):
         _run_all([(name, number) for name in CASES], plans, job, root)

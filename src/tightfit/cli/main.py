@@ -23,7 +23,7 @@ from tightfit.cli.arguments import (
     prepare_arguments,
 )
 from tightfit.cli.quiet import quiet_libraries
-from tightfit.errors import TightfitError
+from tightfit.errors import ConfigError, TightfitError
 from tightfit.facts.job import Job
 from tightfit.facts.machine_keys import check_is_for_here
 from tightfit.interop.formats import EXPORTS, FORMATS
@@ -87,6 +87,8 @@ def _run(argv: Sequence[str]) -> int:
         return _convert(arguments)
     if verb == "train":
         return _train(arguments, argv)
+    if verb == "plan" and arguments.largest:
+        return _largest(arguments)
     if verb == "plan":
         return _plan(*_job(arguments), arguments)
     # A config of another tool is for cards, wherever it is billed.
@@ -189,7 +191,22 @@ def _plan(job: Job, reading: Reading | None, arguments: argparse.Namespace) -> i
         from tightfit.cli.plan import run
 
     export = _export(arguments)
-    return run(job, as_json=arguments.json, reading=reading, export=export)
+    return run(job, as_json=arguments.json, reading=reading, export=export, buying=arguments.buying)
+
+
+def _largest(arguments: argparse.Namespace) -> int:
+    """Look for the model that a job is to have; whichever it names is left alone.
+
+    Raises:
+        ConfigError: something else is asked for as well that is about one plan.
+    """
+    if arguments.buying or arguments.export is not None:
+        raise ConfigError("--largest is about many models: leave out --buying and --export")
+    with _quick_imports():
+        from tightfit.cli.largest import run
+
+    job, _ = _job(arguments, {"model_name_or_path": "-"})
+    return run(job, as_json=arguments.json)
 
 
 def _export(arguments: argparse.Namespace) -> Export | None:
@@ -265,6 +282,16 @@ def _parser() -> argparse.ArgumentParser:
         "--export_to", "--export-to", metavar="FILE", help="where; - is standard output"
     )
     _add_force(plan)
+    plan.add_argument(
+        "--buying",
+        action="store_true",
+        help="say what more cards, more RAM and faster links would change",
+    )
+    plan.add_argument(
+        "--largest",
+        action="store_true",
+        help="look for the largest model that the machine can train, instead of planning for one",
+    )
     estimate = _add_verb(verbs, "estimate", "show the memory bill of a job exactly as it is typed")
     estimate.add_argument(
         "--compare",

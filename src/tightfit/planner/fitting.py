@@ -5,6 +5,7 @@ Knows bills and limits; in which order to ask is the search's business.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tightfit.bill.table import MemoryTable
@@ -12,6 +13,7 @@ from tightfit.engine.supported import engine_lacks
 from tightfit.errors import UnsupportedError
 from tightfit.planner.plan import Candidate, Limits
 from tightfit.planner.pricing import Pricing
+from tightfit.planner.words import count_techniques
 from tightfit.policies import Policies
 from tightfit.units import format_bytes, format_seconds
 
@@ -56,7 +58,28 @@ class Fitting:
 
     def could_fit(self, policies: Policies) -> bool:
         """Whether nothing says yet that it does not fit."""
-        return self.limits.missing_bytes(self.pricing.least_bill(policies)) <= 0
+        return self.missing_at_least(policies) <= 0
+
+    def missing_at_least(self, policies: Policies) -> int:
+        """What it misses the limits by at least, as far as is known by now; zero or less where it
+        may fit."""
+        return self.limits.missing_bytes(self.pricing.least_bill(policies))
+
+    def by_promise(self, candidates: Iterable[Policies]) -> list[Policies]:
+        """Those first of which least is known to be missing, of equal ones those with fewest
+        techniques."""
+        return sorted(candidates, key=lambda p: (self.missing_at_least(p), count_techniques(p)))
+
+    def would_fit(self, policies: Policies) -> bool:
+        """Whether it would by a bill of a few layers, asked for only where a bound does not say;
+        nothing is noted."""
+        if self.missing_at_least(policies) > 0 or self.refusal(policies) is not None:
+            return False
+        return self.limits.missing_bytes(self.pricing.bill(policies)) <= 0
+
+    def first_that_would(self, candidates: Iterable[Policies]) -> Policies | None:
+        """The first of them that would fit, the most promising first; None where none does."""
+        return next(filter(self.would_fit, self.by_promise(candidates)), None)
 
     def refusal(self, policies: Policies) -> str | None:
         """Why the engine cannot do it with this model; None where it can."""

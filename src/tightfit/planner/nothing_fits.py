@@ -15,7 +15,7 @@ from tightfit.errors import DoesNotFitError
 from tightfit.planner.fitting import Fitting
 from tightfit.planner.plan import LimitUse
 from tightfit.planner.pricing import Pricing
-from tightfit.planner.words import count_techniques, describe_policies
+from tightfit.planner.words import describe_policies
 from tightfit.policies import Policies, PrecisionPolicy, Tier
 from tightfit.units import MIB, format_bytes
 
@@ -23,16 +23,18 @@ _SHORTEST_SEQUENCE = 64
 
 
 @dataclass(frozen=True)
-class MayAllow:
-    """What the user could allow and has not.
+class Instead:
+    """Another job that the user could have, such as one that allows more.
 
     Attributes:
-        name: with the key that allows it.
-        candidates: as they would be then.
+        name: with the key that says so.
+        candidates: its leanest.
+        fitting: of that job.
     """
 
     name: str
     candidates: Sequence[Policies]
+    fitting: Fitting
 
 
 @dataclass
@@ -41,12 +43,12 @@ class Shortage:
 
     Attributes:
         fitting: that has turned everything down.
-        may_allow: what else could be tried.
+        instead: what else could be tried, what changes least first.
         no_disk: why nothing could go to nvme; None where it could.
     """
 
     fitting: Fitting
-    may_allow: Sequence[MayAllow] = field(default=())
+    instead: Iterable[Instead] = field(default=())
     no_disk: str | None = None
 
     def error(self, candidates: Iterable[Policies], plain: Policies) -> DoesNotFitError:
@@ -75,8 +77,8 @@ class Shortage:
         None where the model can do none."""
         found: Policies | None = None
         least = 0
-        for policies in self._by_promise(candidates):
-            if found is not None and self._at_least(policies) >= least:
+        for policies in self.fitting.by_promise(candidates):
+            if found is not None and self.fitting.missing_at_least(policies) >= least:
                 continue
             if self.fitting.refusal(policies) is not None:
                 continue
@@ -84,20 +86,6 @@ class Shortage:
             if found is None or missing < least:
                 found, least = policies, missing
         return found
-
-    def _by_promise(self, candidates: Iterable[Policies]) -> list[Policies]:
-        """Those first of which least is known to be missing."""
-        return sorted(candidates, key=lambda p: (self._at_least(p), count_techniques(p)))
-
-    def _at_least(self, policies: Policies) -> int:
-        """What it misses the limits by at least, as far as is known by now."""
-        return self.fitting.limits.missing_bytes(self._pricing.least_bill(policies))
-
-    def _fits(self, policies: Policies) -> bool:
-        """Whether it would; a dry run only where a bound does not say."""
-        if self._at_least(policies) > 0 or self.fitting.refusal(policies) is not None:
-            return False
-        return self.fitting.limits.missing_bytes(self._pricing.bill(policies)) <= 0
 
     # What would fit, from what changes least
 
@@ -107,18 +95,14 @@ class Shortage:
             yield f"cutoff_len: {shorter} instead of {self._pricing.workload.sequence_length}"
         if policies.precision.parameters == "fp32":
             half = replace(policies, precision=PrecisionPolicy("bf16"))
-            if self._fits(half):
-                yield f"precision: bf16 instead of fp32: {self._on_the_device(half)}"
-        for option in self.may_allow:
-            fitting = next(filter(self._fits, self._by_promise(option.candidates)), None)
-            if fitting is not None:
-                how = describe_policies(fitting)
-                yield f"{option.name}: {self._on_the_device(fitting)} ({how})"
+            if self.fitting.would_fit(half):
+                yield f"precision: bf16 instead of fp32: {_on_the_device(self._pricing, half)}"
+        for option in self.instead:
+            found = option.fitting.first_that_would(option.candidates)
+            if found is not None:
+                on_device = _on_the_device(option.fitting.pricing, found)
+                yield f"{option.name}: {on_device} ({describe_policies(found)})"
         yield from self._raised_limits(bill)
-
-    def _on_the_device(self, policies: Policies) -> str:
-        peak = self._pricing.bill(policies).peak_bytes(Tier.DEVICE)
-        return f"{format_bytes(peak)} on the device"
 
     def _raised_limits(self, bill: MemoryTable) -> Iterator[str]:
         """The limits that are short. RAM that is there cannot be raised."""
@@ -159,6 +143,10 @@ class Shortage:
             return False
         shorter = Pricing(here.plain, here.config, workload, here.rates, here.card, here.observe)
         return self.fitting.limits.missing_bytes(shorter.bill(policies)) <= 0
+
+
+def _on_the_device(pricing: Pricing, policies: Policies) -> str:
+    return f"{format_bytes(pricing.bill(policies).peak_bytes(Tier.DEVICE))} on the device"
 
 
 def _short(use: LimitUse) -> str:

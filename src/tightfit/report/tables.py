@@ -5,6 +5,8 @@ Turns plain data into rich renderables; works nothing out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -12,6 +14,7 @@ from rich.text import Text
 
 from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
 from tightfit.planner.plan import Candidate, Limits, Plan
+from tightfit.planner.purchases import Purchase
 from tightfit.planner.words import describe_policies
 from tightfit.policies import Tier
 from tightfit.report.bars import show_bars, swatch
@@ -108,8 +111,21 @@ def show_plan(console: Console, plan: Plan) -> None:
     if plan.alternatives:
         console.print(_alternatives_table(plan.alternatives))
     console.print(Text(_peaks(plan)), Text(_seconds(plan)), sep="\n", soft_wrap=True)
+    if plan.bottleneck:
+        console.print(Text(f"  {plan.bottleneck}"), soft_wrap=True)
     if plan.rates.said:
         console.print(Text(f"  {plan.rates.said}", style="dim"), soft_wrap=True)
+
+
+def show_purchases(console: Console, bought: Sequence[Purchase]) -> None:
+    """Print what buying would change."""
+    console.print(Text("What buying would change", style="bold"))
+    for one in bought:
+        console.print(Text(f"  {one}"), soft_wrap=True)
+    if not bought:
+        console.print(
+            Text("  describe the machine (gpu: rtx-4090, ram: 64GiB) to be told of more cards")
+        )
 
 
 def _peaks(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.workload import Workload
-from tightfit.planner import search
+from tightfit.planner import prepared
 from tightfit.planner.plan import Plan
 from tightfit.planner.probe.figures import Probe
 from tightfit.planner.probe.kept import write_probe
@@ -41,7 +41,7 @@ def plan_it(
         measured.append(torch.get_num_threads())
         return rates
 
-    monkeypatch.setattr(search, "measure_rates", measure)
+    monkeypatch.setattr(prepared, "measure_rates", measure)
 
     def plan(threads: int | None = None, **keys: object) -> Plan:
         return plan_job(make_job(**keys), config, workload, hardware, threads=threads)

@@ -1,0 +1,89 @@
+"""Jobs near one that does not fit: a smaller model of the same family, more cards.
+
+Models are those of the catalogue; a model that it does not have, like a folder, has no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from tightfit.errors import ConfigError, InputError, UnsupportedError
+from tightfit.facts.catalogue import CatalogueEntry, family_of, find_in_catalogue
+from tightfit.facts.job import Job
+from tightfit.facts.model_spec import ModelSpec
+from tightfit.planner.nothing_fits import Instead
+from tightfit.planner.prepared import Prepared
+from tightfit.planner.pricing import Config
+from tightfit.planner.purchases import more_cards
+from tightfit.policies import Policies
+
+Elsewhere: TypeAlias = Callable[[Job, Config], Prepared]
+
+
+def other_jobs(at: Prepared, elsewhere: Elsewhere) -> Iterator[Instead]:
+    """Those that would fit, the largest of each kind of model."""
+    own = find_in_catalogue(at.job.model_name_or_path)
+    if own is not None:
+        for kind in (False, True):
+            smaller = [one for one in _smaller(own) if _has_experts(one) is kind]
+            found = largest_that_fits(smaller, at.job, elsewhere)
+            if found is not None:
+                yield found
+    for name, job in more_cards(at.job):
+        try:
+            there = elsewhere(job, at.pricing.config)
+        except (ConfigError, UnsupportedError):
+            continue
+        yield Instead(name, leanest_allowed(there), there.fitting)
+
+
+def largest_that_fits(
+    models: Sequence[CatalogueEntry], job: Job, elsewhere: Elsewhere
+) -> Instead | None:
+    """Of models from the smallest to the largest the last that fits; by bisection, as if one that
+    is larger took more."""
+    found, low, high = None, 0, len(models)
+    while low < high:
+        middle = (low + high) // 2
+        entry = models[middle]
+        there = _prepared(entry, job, elsewhere)
+        lean = [] if there is None else leanest_allowed(there)
+        if there is not None and any(map(there.fitting.would_fit, there.fitting.by_promise(lean))):
+            found, low = Instead(entry.name, lean, there.fitting), middle + 1
+        else:
+            high = middle
+    return found
+
+
+def leanest_allowed(at: Prepared) -> list[Policies]:
+    """Of each way that the job allows."""
+    ways = (at.options.own, *at.options.allowed)
+    return [policies for way in ways for policies in at.leanest(way)]
+
+
+def _prepared(entry: CatalogueEntry, job: Job, elsewhere: Elsewhere) -> Prepared | None:
+    """None where the engine cannot train that model as the job says."""
+    other = job.model_copy(update={"model_name_or_path": entry.name})
+    try:
+        return elsewhere(other, entry.config)
+    except (ConfigError, InputError, UnsupportedError):
+        return None
+
+
+def _smaller(own: CatalogueEntry) -> list[CatalogueEntry]:
+    """Of the same family, from the smallest; of those with the same shape the first alone."""
+    most = parameters_of(own)
+    by_size = {parameters_of(entry): entry for entry in reversed(family_of(own.name))}
+    return [entry for count, entry in sorted(by_size.items()) if 0 < count < most]
+
+
+def parameters_of(entry: CatalogueEntry) -> int:
+    """How many a model has; 0 where there is no closed form."""
+    counts = ModelSpec(entry.name, "catalogue", entry.config).parameter_counts()
+    return 0 if counts is None else counts.total
+
+
+def _has_experts(entry: CatalogueEntry) -> bool:
+    counts = ModelSpec(entry.name, "catalogue", entry.config).parameter_counts()
+    return counts is not None and counts.active < counts.total
