@@ -33,7 +33,7 @@ CASES = [(ranks, case) for ranks, cases in runs.TENSOR.items() for case in cases
 LOSS = {"fp32": 1e-6, "bf16": 1e-3}  # relative
 NORM = {"fp32": 1e-6, "bf16": 1e-2}  # relative
 PARAMETERS = {"fp32": 2e-5, "bf16": 2e-2}
-SENSITIVE = 5e-4  # parameters of adapters on 4 bits: B begins at zero
+SENSITIVE = 5e-4  # parameters of adapters: B begins at zero, and what A gets is next to nothing
 LATER = 1e-4  # norms after twenty steps: each step's differences grow in the next
 
 
@@ -61,7 +61,7 @@ def check_numbers(folder: Path, ranks: int, case: str, steps: int) -> None:
     norm = of_its_type(case, NORM) if steps == runs.STEPS else LATER
     assert first["norms"] == pytest.approx(alone["norms"], rel=norm, nan_ok=True)
     assert math.isnan(first["norms"][runs.UNUSUAL]) == ("inf" in case.split())
-    tolerance = SENSITIVE if "qlora" in case else of_its_type(case, PARAMETERS) * steps / 5
+    tolerance = SENSITIVE if "lora" in case else of_its_type(case, PARAMETERS) * steps / 5
     assert parameters.keys() == expected.keys()
     check_parameters(parameters, expected, tolerance)
 
