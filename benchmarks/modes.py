@@ -19,8 +19,10 @@ import json
 import platform
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +55,13 @@ def main() -> None:
     arguments = parser.parse_args()
     path = RESULTS / "modes.json"
     rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
-    runs.STEPS = STEPS
-    runs.fake_names = every_rank
     for mode in () if arguments.page else arguments.modes or runs.MODES:
         made = {(row["mode"], row["beside"]) for row in rows}
         missing = [words for words in rows_of(mode) if (mode, words) not in made]
         for some in in_order(mode, missing):
-            rows += measured(mode, some)
+            # torch remembers groups of ranks by name, and ranks are forked with what it remembers.
+            with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+                rows += fresh.submit(measured, mode, some).result()
             rows.sort(key=lambda row: (list(runs.MODES).index(row["mode"]), place(row)))
             path.write_text(json.dumps({**made_by(), "rows": rows}, indent=1) + "\n")
     results = json.loads(path.read_text())
@@ -102,6 +104,8 @@ def every_rank(case: str, ranks: int) -> dict[int, str]:
 
 def measured(mode: str, beside: list[str]) -> list[Row]:
     """Run and compare."""
+    runs.STEPS = STEPS
+    runs.fake_names = every_rank
     cases = {words: runs.of_mode(mode, words) for words in beside}
     ranks = next(iter(cases.values()))[0]
     print(f"{mode}: {ranks} ranks, {', '.join(beside)}", flush=True)
