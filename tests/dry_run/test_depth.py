@@ -90,5 +90,5 @@ def test_a_list_of_other_meaning_is_not_cut() -> None:
 
 def test_the_line_goes_on_by_equal_steps() -> None:
     few, more = {Kind.PARAMETERS: 10, Kind.LOGITS: 3}, {Kind.PARAMETERS: 14, Kind.LOGITS: 3}
-    assert extrapolate(few, more, 5) == {Kind.PARAMETERS: 34, Kind.LOGITS: 3}
-    assert extrapolate(few, more, 0) == more
+    assert extrapolate(few, [(more, 6)]) == {Kind.PARAMETERS: 34, Kind.LOGITS: 3}
+    assert extrapolate(few, [(more, 1)]) == more

@@ -11,10 +11,14 @@ from transformers import Gemma2Config, LlamaConfig
 import tightfit.dry_run.run as program
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun, dry_run
+from tightfit.dry_run.depth import with_depth
 from tightfit.facts.workload import Workload
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
+    CheckpointingPolicy,
+    LossKind,
+    LossPolicy,
     PipelineSchedule,
     PlacementPolicy,
     Policies,
@@ -168,3 +172,54 @@ def test_where_layers_differ_every_stage_is_priced() -> None:
     config = Gemma2Config(**{**CONFIG.to_dict(), "model_type": "gemma2", "head_dim": 8})
     sharding = ShardingPolicy(4, pipeline_parallel=4)
     assert program._stages_that_may_be_fullest(config, sharding) == [0, 1, 2, 3]
+
+
+AWAY = [
+    PlacementPolicy(Tier.HOST, Tier.HOST, optimizer_fraction=0.37),
+    PlacementPolicy(Tier.HOST, Tier.HOST, optimizer_fraction=0.92, lazy_step=True),
+    PlacementPolicy(Tier.HOST, Tier.HOST, optimizer_fraction=0.05, activations=Tier.HOST),
+    PlacementPolicy(Tier.DEVICE, Tier.HOST, optimizer_fraction=0.5),
+    PlacementPolicy(*[Tier.HOST] * 3, parameter_fraction=0.6),
+    PlacementPolicy(*[Tier.HOST] * 4, parameter_fraction=0.15, prefetch=0),
+    PlacementPolicy(Tier.NVME, Tier.NVME, Tier.HOST, parameter_fraction=0.7),
+]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"checkpointing": CheckpointingPolicy(True), "batch": BatchPolicy(1, 3)},
+    {"precision": PrecisionPolicy("bf16"), "loss": LossPolicy(LossKind.CHUNKED, 5)},
+    {"sharding": ShardingPolicy(2, 3), "batch": BatchPolicy(1, 2)},
+]
+
+
+# Each placement in one way here, in all others in the long proof.
+PLACED = [
+    pytest.param(placement, way, marks=[] if i % len(WAYS) == j else pytest.mark.slow)
+    for i, placement in enumerate(AWAY)
+    for j, way in enumerate(WAYS)
+]
+
+
+@pytest.mark.parametrize(("placement", "way"), PLACED)
+def test_two_runs_of_layers_are_extrapolated_each_along_its_line(
+    placement: PlacementPolicy, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what a run of all layers takes, and without one."""
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 40})
+    policies, workload = Policies(placement=placement, **way), Workload(16, 6)
+    whole = program.run(config, policies, workload, full_depth=True, card=None)
+    depths: list[int] = []
+    monkeypatch.setattr(
+        program, "with_depth", lambda its, layers: depths.append(layers) or with_depth(its, layers)
+    )
+    assert program.run(config, policies, workload, full_depth=False, card=None) == whole
+    assert len(depths) >= 2
+    assert max(depths) <= 13
+
+
+def test_two_runs_of_few_layers_are_run_whole() -> None:
+    placement = PlacementPolicy(Tier.HOST, Tier.HOST, optimizer_fraction=0.5)
+    found = [
+        program.run(CONFIG, Policies(placement=placement), WORKLOAD, full_depth=full, card=None)
+        for full in (False, True)
+    ]
+    assert found[0] == found[1]

@@ -7,6 +7,7 @@ rounds of them are added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,15 +99,14 @@ def prefix_and_period(signatures: list[tuple[Any, ...]]) -> tuple[int, int]:
     return next(found)
 
 
-def extrapolate(few: Kinds, more: Kinds, steps: int) -> Kinds:
-    """Each kind `steps` differences beyond `more`."""
-    kinds = {kind: line(few.get(kind, 0), more.get(kind, 0), steps) for kind in Kind}
+def extrapolate(few: Kinds, more: Sequence[tuple[Kinds, int]]) -> Kinds:
+    """Each kind, so many differences to each of `more` beyond `few`."""
+    kinds = {
+        kind: few.get(kind, 0)
+        + sum(steps * (its.get(kind, 0) - few.get(kind, 0)) for its, steps in more)
+        for kind in Kind
+    }
     return {kind: count for kind, count in kinds.items() if count}
-
-
-def line(at_few: int, at_more: int, steps: int) -> int:
-    """`steps` differences beyond `at_more`."""
-    return at_more + steps * (at_more - at_few)
 
 
 def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:

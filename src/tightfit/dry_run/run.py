@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tightfit.dry_run.program import evaluate, fill, generate, resume, save, tra
 from tightfit.dry_run.ranks import fake_ranks
 from tightfit.dry_run.repeats import few_chunks
 from tightfit.dry_run.result import DryRun, Shape
+from tightfit.dry_run.runs import runs_of_layers, with_runs
 from tightfit.dry_run.sections import follow_layers
 from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
@@ -34,6 +36,7 @@ from tightfit.facts.workload import Workload
 from tightfit.ledger import Kinds, Ledger, Section, table_of_sections
 from tightfit.policies import Policies, ShardingPolicy, Tier
 
+_MOST_RUNS = 2
 Sections = dict[Section, dict[Tier, Kinds]]
 
 
@@ -68,7 +71,7 @@ def run(
     if wanted.sharding.pipeline_parallel > 1:
         counted = _fullest_stages(config, job)
     else:
-        counted = _counted(config, job, full_depth=full_depth or _divides_layers(job.policies))
+        counted = _counted(config, job, full_depth=full_depth)
     table = table_of_sections(counted.sections)
     if chosen.notes:
         table = exchange_states(
@@ -143,28 +146,57 @@ def _stages_that_may_be_fullest(config: PretrainedConfig, sharding: ShardingPoli
     ]
 
 
-def _divides_layers(policies: Policies) -> bool:
-    """Whether some layers are placed otherwise than others, by their place in all of them."""
-    placement = policies.placement
-    return min(placement.optimizer_fraction, placement.parameter_fraction) < 1
-
-
 def _counted(config: PretrainedConfig, job: Job, *, full_depth: bool) -> _Counted:
     """At full depth, or at two depths and along a line.
 
     What the allocator wastes depends on how blocks happen to lie and follows no line: the most of
-    both depths is taken.
+    all depths is taken.
     """
+    if full_depth:
+        return _program(config, job)
+    runs = runs_of_layers(job.policies.placement, config.num_hidden_layers)
+    if len(runs) > 1:
+        return _divided(config, job, runs)
     depths = depths_of(config, _shallow(job.policies), every=job.policies.checkpointing.every)
-    if full_depth or not depths.steps:
+    if not depths.steps:
         return _program(config, job)
     few = _program(with_depth(config, depths.few), job)
     more = _program(with_depth(config, depths.more), job)
+    return _along(few, [(more, depths.steps + 1)])
+
+
+def _divided(config: PretrainedConfig, job: Job, runs: Sequence[int]) -> _Counted:
+    """Where some layers are placed otherwise than others: along a line for each of the runs."""
+    least = _shallow(job.policies) + 1  # a run's ends differ from its middle, and from each other
+    few = [min(length, least) for length in runs]
+    longer = [number for number, length in enumerate(runs) if length > few[number]]
+    alike = len(set(layer_signatures(config))) == 1 and job.policies.checkpointing.every == 1
+    if not alike or len(runs) > _MOST_RUNS or (1 + len(longer)) * (sum(few) + 1) > sum(runs):
+        return _program(config, job)
+
+    def counted(lengths: Sequence[int]) -> _Counted:
+        placement = with_runs(job.policies.placement, lengths)
+        shorter = replace(job, policies=replace(job.policies, placement=placement))
+        return _program(with_depth(config, sum(lengths)), shorter)
+
+    def one_more(number: int) -> list[int]:
+        return [length + (index == number) for index, length in enumerate(few)]
+
+    steps = [(counted(one_more(number)), runs[number] - few[number]) for number in longer]
+    return _along(counted(few), steps)
+
+
+def _along(few: _Counted, more: Sequence[tuple[_Counted, int]]) -> _Counted:
+    """From the fewest layers as many times the difference to each of others as it says."""
     sections = {
-        section: _along(tiers, more.sections[section], depths.steps)
-        for section, tiers in few.sections.items()
+        name: {
+            tier: extrapolate(tiers[tier], [(one.sections[name][tier], n) for one, n in more])
+            for tier in Tier
+        }
+        for name, tiers in few.sections.items()
     }
-    return _Counted(sections, max(few.allocator_bytes, more.allocator_bytes))
+    wasted = (one.allocator_bytes for one, _ in more)
+    return _Counted(sections, max(few.allocator_bytes, *wasted))
 
 
 def _briefly(policies: Policies) -> Policies:
@@ -190,10 +222,6 @@ def _shallow(policies: Policies) -> int:
     return SHALLOW + gathered + (1 + placement.prefetch if fetched else 0)
 
 
-def _along(few: dict[Tier, Kinds], more: dict[Tier, Kinds], steps: int) -> dict[Tier, Kinds]:
-    return {tier: extrapolate(few[tier], more[tier], steps) for tier in Tier}
-
-
 def _program(config: PretrainedConfig, job: Job, rank: int = 0) -> _Counted:
     """Everything a training run does on one rank, once, on fake tensors."""
     policies, card = job.policies, job.card
@@ -217,7 +245,7 @@ def _program(config: PretrainedConfig, job: Job, rank: int = 0) -> _Counted:
             counting.replay_device(allocator.resize)
         resume(engine)
         if not engine.is_stage:
-            follow_layers(layers, counting)
+            follow_layers(layers, counting, runs_of_layers(policies.placement, len(layers)))
         train_step(engine, policies, job.workload)
         with ledger.phase(Phase.FORWARD):
             pass  # the next step begins with what this one has left

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +12,32 @@ from tightfit.bill.table import Phase
 from tightfit.ledger import Ledger
 
 
-def follow_layers(layers: nn.ModuleList, counting: Ledger) -> None:
-    """Open a section of the ledger at each layer, in forward and in backward."""
+def follow_layers(layers: nn.ModuleList, counting: Ledger, runs: Sequence[int] = ()) -> None:
+    """Open a section of the ledger at each layer, in forward and in backward.
+
+    Args:
+        runs: how many layers are placed alike, from the first; all when empty.
+    """
     last = len(layers) - 1
-    for index, layer in enumerate(layers):
-        name = "first layer" if index == 0 else "last layer" if index == last else "middle layers"
-        layer.register_forward_pre_hook(_enter(counting, name))
+    for index, (layer, name) in enumerate(zip(layers, _names(runs or [len(layers)]), strict=True)):
+        layer.register_forward_pre_hook(_enter(counting, name, is_first=index == 0))
         layer.register_forward_hook(_leave(counting, name, is_last=index == last))
 
 
-def _enter(counting: Ledger, name: str) -> Callable[..., None]:
+def _names(runs: Sequence[int]) -> Iterator[str]:
+    """Of each layer: layers in the middle of a run share one."""
+    for number, length in enumerate(runs):
+        for index in range(length):
+            last = index == length - 1
+            name = "first layer" if index == 0 else "last layer" if last else "middle layers"
+            yield name + (f" of run {number + 1}" if number else "")
+
+
+def _enter(counting: Ledger, name: str, *, is_first: bool) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         phase = counting.section[0]
         counting.set_section(phase, name)
-        if phase is Phase.FORWARD and name == "first layer" and inputs:
+        if phase is Phase.FORWARD and is_first and inputs:
             _when_gradient_arrives(inputs[0], counting, "embedding")
 
     return hook

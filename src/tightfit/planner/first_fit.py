@@ -67,7 +67,7 @@ class FirstFit:
                 if self.fitting.fits(entry.whole):
                     return entry.whole
                 continue
-            if entry.tries and self.fitting.fits_whole(self._policies(entry)):
+            if entry.tries and self.fitting.fits(self._policies(entry)):
                 return self._policies(entry)
             following = self._next(entry)
             if following is not None:
@@ -146,7 +146,9 @@ class FirstFit:
         where another tier is short, or all may as well leave."""
         fitting, policies = self.fitting, self._policies(entry)
         assert entry.name is not None
-        use = fitting.limits.tightest(fitting.pricing.bill(policies, full_depth=True))
+        use = fitting.limits.tightest(fitting.pricing.bill(policies))
+        if use is not None and use.missing_bytes <= 0:  # so it is at full depth
+            use = fitting.limits.tightest(fitting.pricing.bill(policies, full_depth=True))
         if use is None or use.name != "device" or entry.tries == _MOST_TRIES:
             return None
         each = layer_bytes(fitting.pricing.counts(policies), entry.whole, entry.name)

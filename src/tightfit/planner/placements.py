@@ -167,11 +167,6 @@ def uses_disk(placement: PlacementPolicy) -> bool:
     return Tier.NVME in (placement.optimizer_states, placement.parameters)
 
 
-def divides_layers(placement: PlacementPolicy) -> bool:
-    """Whether some layers are placed otherwise than others."""
-    return min(placement.optimizer_fraction, placement.parameter_fraction) < 1
-
-
 def without_placement(policies: Policies) -> Iterator[tuple[str, Policies]]:
     """`policies` with one thing back on the device, by the name of what was off it.
 

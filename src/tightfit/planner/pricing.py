@@ -17,7 +17,6 @@ from tightfit.facts.model_spec import ModelSpec
 from tightfit.facts.workload import Workload
 from tightfit.planner.bounds import LowerBounds
 from tightfit.planner.collectives import Exchange, ModelSizes, exchanges
-from tightfit.planner.placements import divides_layers
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import ModelCost, predict_step_time
@@ -110,11 +109,7 @@ class Pricing:
         self._least = LowerBounds(self.workload.sequence_length)
 
     def run(self, policies: Policies, *, full_depth: bool = False) -> DryRun:
-        """The dry run of `policies`; what the optimizer's numbers are does not matter to it.
-
-        Where some layers are placed otherwise than others it is always of all of them.
-        """
-        full_depth = full_depth or divides_layers(policies.placement)
+        """The dry run of `policies`; what the optimizer's numbers are does not matter to it."""
         optimizer = policies.optimizer
         states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
         key = (replace(policies, optimizer=states), full_depth)
