@@ -1,9 +1,8 @@
 """The first of many candidates that fits, in the order of predicted time.
 
 Of candidates whose fraction is open only as much leaves the device as is missing. That is found
-from the bill of those that send all of it away, then priced at full depth, since no line leads from
-a few layers to a fraction of many. Nothing is taken for faster because something leaves: what fits
-without comes first.
+from the bill of those that send all of it away, then priced. Nothing is taken for faster because
+something leaves: what fits without comes first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tightfit.planner.options import Options
 from tightfit.planner.words import count_techniques
 from tightfit.policies import PlacementPolicy, Policies, Tier
 
-_MOST_TRIES = 3  # of a fraction; each costs a dry run at full depth
+_MOST_TRIES = 3  # of a fraction; each costs dry runs
 
 
 @dataclass(order=True)
