@@ -128,7 +128,7 @@ def _links(job: Job, machine: Machine) -> Iterator[tuple[str, dict[str, object]]
 
 
 def _ram(job: Job, plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
-    """As much again where there is little, at the same rate."""
+    """64 GiB, or where there is more as much again, at the same rate."""
     if job.ram is not None:
         now = parse_ram(job.ram).total_bytes
         _, at, rate = job.ram.partition("@")
