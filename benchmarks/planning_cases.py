@@ -31,6 +31,12 @@ class Found:
     nvme_bytes: int
     plain_shortage: float
 
+    @property
+    def chosen(self) -> Policies:
+        """Of the plan that there is."""
+        assert self.policies is not None
+        return self.policies
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -94,61 +100,49 @@ CLUSTERS = [
 
 def stays_whole(found: Found) -> bool:
     """Whether nothing leaves the device."""
-    assert found.policies is not None
-    placement = found.policies.placement
+    placement = found.chosen.placement
     return {placement.parameters, placement.optimizer_states, placement.activations} == {
         Tier.DEVICE
     }
 
 
 def optimizer_away(found: Found) -> bool:
-    assert found.policies is not None
-    return found.policies.placement.optimizer_states is not Tier.DEVICE
+    return found.chosen.placement.optimizer_states is not Tier.DEVICE
 
 
 def parameters_away(found: Found) -> bool:
-    assert found.policies is not None
-    return found.policies.placement.parameters is not Tier.DEVICE
+    return found.chosen.placement.parameters is not Tier.DEVICE
 
 
 def smaller_batches(found: Found) -> bool:
     """Whether the shortage is met by what changes no placement."""
-    policies = found.policies
-    assert policies is not None
+    policies = found.chosen
     less = policies.batch.accumulation_steps > 1 or policies.checkpointing.enabled
     return less and stays_whole(found)
 
 
 def stage(found: Found) -> int:
-    assert found.policies is not None
-    return found.policies.sharding.zero_stage
+    return found.chosen.sharding.zero_stage
 
 
 def groups(found: Found) -> int:
     """Ranks that share layers or matrices."""
-    assert found.policies is not None
-    return found.policies.sharding.tensor_parallel * found.policies.sharding.pipeline_parallel
+    return found.chosen.sharding.tensor_parallel * found.chosen.sharding.pipeline_parallel
 
 
 def tensor(found: Found) -> int:
-    assert found.policies is not None
-    return found.policies.sharding.tensor_parallel
+    return found.chosen.sharding.tensor_parallel
 
 
 def inside_machines(found: Found, cards: int) -> bool:
     """Whether what is gathered in every layer is gathered inside a machine: replicas or stages are
     what goes between them."""
-    assert found.policies is not None
-    sharding = found.policies.sharding
+    sharding = found.chosen.sharding
     return sharding.zero_stage < 3 or sharding.shards * sharding.tensor_parallel <= cards
 
 
 def on_disk(found: Found) -> bool:
     return found.nvme_bytes > 0
-
-
-def device_gib(found: Found) -> float:
-    return found.device_bytes / 2**30
 
 
 SMALL = "Qwen/Qwen2.5-1.5B"

@@ -19,6 +19,7 @@ from tightfit.planner.other_jobs import largest_that_fits, parameters_of
 from tightfit.planner.plan import Plan
 from tightfit.planner.prepared import Prepared, prepare
 from tightfit.planner.pricing import Config, Observe, nobody
+from tightfit.planner.rates import Rates
 from tightfit.planner.search import plan_job
 
 _WAYS: dict[str, dict[str, object]] = {
@@ -59,12 +60,18 @@ def largest_models(job: Job, hardware: Hardware, observe: Observe = nobody) -> I
     """
     workload = planned_workload(job)
 
+    rates: Rates | None = None
+
     def elsewhere(other: Job, model: Config) -> Prepared:
-        return prepare(other, model, workload, hardware, None, observe, None)
+        nonlocal rates  # of this machine: what fits does not depend on them, so once is enough
+        found = prepare(other, model, workload, hardware, rates, observe, None)
+        rates = found.pricing.rates
+        return found
 
     models = models_by_size()
     for way, keys in _WAYS.items():
-        if any(getattr(job, key) != value for key, value in keys.items() if key in _given(job)):
+        given = job.model_fields_set & keys.keys()
+        if any(getattr(job, key) != keys[key] for key in given):
             continue
         this = job.model_copy(update=keys)
         candidates = list(models)
@@ -91,7 +98,3 @@ def models_by_size() -> list[CatalogueEntry]:
         assert entry is not None
         by_size.setdefault(parameters_of(entry), entry)
     return [entry for count, entry in sorted(by_size.items()) if count]
-
-
-def _given(job: Job) -> set[str]:
-    return job.model_fields_set

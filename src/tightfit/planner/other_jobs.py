@@ -12,6 +12,7 @@ from tightfit.errors import ConfigError, InputError, UnsupportedError
 from tightfit.facts.catalogue import CatalogueEntry, family_of, find_in_catalogue
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import ModelSpec
+from tightfit.facts.parameter_count import ParameterCounts
 from tightfit.planner.nothing_fits import Instead
 from tightfit.planner.prepared import Prepared
 from tightfit.planner.pricing import Config
@@ -80,10 +81,14 @@ def _smaller(own: CatalogueEntry) -> list[CatalogueEntry]:
 
 def parameters_of(entry: CatalogueEntry) -> int:
     """How many a model has; 0 where there is no closed form."""
-    counts = ModelSpec(entry.name, "catalogue", entry.config).parameter_counts()
+    counts = _counts(entry)
     return 0 if counts is None else counts.total
 
 
 def _has_experts(entry: CatalogueEntry) -> bool:
-    counts = ModelSpec(entry.name, "catalogue", entry.config).parameter_counts()
+    counts = _counts(entry)
     return counts is not None and counts.active < counts.total
+
+
+def _counts(entry: CatalogueEntry) -> ParameterCounts | None:
+    return ModelSpec(entry.name, "catalogue", entry.config).parameter_counts()
