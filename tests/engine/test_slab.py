@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import subprocess
 import sys
 import weakref
@@ -176,6 +177,30 @@ def test_with_a_card_the_slab_is_locked_once_for_as_long_as_it_lives(
     gc.collect()
     assert not runtime.locked
     assert runtime.readable_at_unlock == [True]  # unlocked first, then unmapped
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="advice that Linux takes")
+def test_a_forked_child_has_pages_of_its_own_and_unlocks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    slab = HostSlab(CARD)
+    places = [slab.reserve((3 * MIB,), torch.uint8, Kind.GRADIENTS)]
+    slab.allocate()
+    address = places[0].tensor.fill_(7).data_ptr()
+    # Where the child had nothing, its own memory would be unmapped with what it inherits.
+    child = os.fork()
+    if child == 0:
+        fresh = _is_mapped(address, 3 * MIB) and memory_of(places[0].tensor) == bytes(3 * MIB)
+        del slab, places
+        gc.collect()
+        os._exit(0 if fresh and runtime.locked else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((places[0].tensor == 7).all())
+    del slab, places
+    gc.collect()
+    assert not runtime.locked
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import math
 import mmap
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from tightfit.facts.hardware import Readers, detect_hardware
 from tightfit.units import format_bytes
 
 HUGE_PAGE_BYTES = 2**21  # where memory begins that can be huge pages, which disks and cards like
+_MADV_WIPEONFORK = 18  # of <linux/mman.h>, from Linux 4.14; Python 3.11 has no name for it
 _ADVICE = (
     "let less leave the device (a smaller offload_optimizer_fraction or offload_param_fraction, no "
     "offload_activations) or let it go to nvme"
@@ -132,9 +134,10 @@ class _Mapping(mmap.mmap):
     """A mapping that is unlocked before it is unmapped, when nobody uses it any more."""
 
     unlock: Callable[[], object] | None = None
+    locked_by: int | None = None  # the process; children of a fork have locked nothing
 
     def __del__(self) -> None:
-        if self.unlock is not None:
+        if self.unlock is not None and self.locked_by == os.getpid():
             self.unlock()
 
 
@@ -156,11 +159,17 @@ def _allocate(size_bytes: int, *, locked: bool) -> memoryview:
 
 
 def _advise(mapping: _Mapping) -> None:
-    """Ask for huge pages, and that forked children share none: not of locked pages that change."""
-    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, name):
-            with suppress(OSError):  # a kernel without huge pages
-                mapping.madvise(getattr(mmap, name))
+    """Ask for huge pages, and that a forked child has fresh ones in their place.
+
+    Shared ones would be copied at the next write, away from the card that has locked them. Nor may
+    the child have none (`MADV_DONTFORK`): it would put something else there, and unmap that with
+    the mapping that it inherits.
+    """
+    if sys.platform != "linux":
+        return
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
+        with suppress(OSError):  # a kernel without it
+            mapping.madvise(advice)
 
 
 def _map(size_bytes: int) -> _Mapping:
@@ -212,6 +221,7 @@ def _lock(mapping: _Mapping, memory: memoryview) -> None:
     result = runtime.cudaHostRegister(address, size_bytes, 0)
     if int(result) == 0:
         mapping.unlock = partial(runtime.cudaHostUnregister, address)
+        mapping.locked_by = os.getpid()
         return
     limit = _limit_bytes("RLIMIT_MEMLOCK")
     told = "not limited" if limit is None else f"limited to {format_bytes(limit)}"
