@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,24 @@ def test_machines_that_do_not_come_are_named(job: MakeJob, two: dict[str, object
 def test_machine_0_that_is_not_there_is_named(job: MakeJob, two: dict[str, object]) -> None:
     with pytest.raises(RankError, match=r"127.0.0.1:\d+ does not answer; is machine 0 started"):
         Machines.meet(job(**two, node_rank=1, ddp_timeout=1), Interrupts())
+
+
+def test_a_machine_0_that_is_cut_off_is_waited_for_in_silence(
+    job: MakeJob, two: dict[str, object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As behind a cable that is cut, nothing is refused: a try has no answer."""
+    with socket.socket() as deaf, ExitStack() as waiting:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        port = deaf.getsockname()[1]
+        for _ in range(2):  # they are the queue, which has no room for more
+            first = waiting.enter_context(socket.socket())
+            first.setblocking(False)
+            first.connect_ex(("127.0.0.1", port))
+        keys = {**two, "master_port": port, "node_rank": 1, "ddp_timeout": 1}
+        with pytest.raises(RankError, match=rf"{port} does not answer.*timed out"):
+            Machines.meet(job(**keys), Interrupts())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_waiting_for_machine_0_can_be_stopped(job: MakeJob, two: dict[str, object]) -> None:

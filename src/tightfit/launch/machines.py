@@ -254,10 +254,12 @@ def _join_store(
     until = time.monotonic() + timeout_seconds
     while True:
         try:
+            # torch's own tries print frames of C++ where nobody answers.
+            socket.create_connection((address, port), _ONE_TRY.total_seconds()).close()
             store = TCPStore(
                 address, port, is_master=False, timeout=_ONE_TRY, wait_for_workers=False
             )
-        except dist.DistError as error:
+        except (OSError, dist.DistError) as error:
             if interrupts.count:
                 raise KeyboardInterrupt from None
             if time.monotonic() > until:
