@@ -109,9 +109,8 @@ def measured(mode: str, beside: list[str]) -> list[Row]:
     cases = {words: runs.of_mode(mode, words) for words in beside}
     ranks = next(iter(cases.values()))[0]
     print(f"{mode}: {ranks} ranks, {', '.join(beside)}", flush=True)
-    runs.SETS["part"] = {ranks: [case for _, case in cases.values()]}
     with tempfile.TemporaryDirectory() as folder:
-        runs.main(Path(folder), "part")
+        runs.main(Path(folder), {ranks: [case for _, case in cases.values()]})
         return [
             {
                 "mode": mode,

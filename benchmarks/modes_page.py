@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 Row = dict[str, Any]
@@ -20,9 +20,10 @@ NAMES = {
     "bf16": "bf16",
 }
 MODELS = ("untied", "qwen2", "moe untied", "smollm2")
-# Relative, over all steps; 16-bit partial sums are rounded before they are added up.
-TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 5e-2)}
-BYTES = 0.03
+# Relative, over all steps; 16-bit partial sums are rounded before they are added up. What norms of
+# the first step differ by (1e-6, in bf16 1e-4) grows with each step, most in the deepest models.
+TOLERANCES = {"fp32": (1e-5, 5e-4), "bf16": (5e-3, 2e-1)}
+BYTES, FEW_BYTES = 0.03, 64
 
 INTRODUCTION = """# Every mode against one process
 
@@ -31,8 +32,9 @@ says how to make it again; do not edit.
 
 Models have three layers of width 16 (SmolLM2's 9 query and 3 key heads: width 36, tensor groups of
 3; QLoRA: 256) and a vocabulary of 61, which no number of ranks divides. 20 steps of AdamW with
-clipping; one process takes the same global batch as one micro-batch. Techniques are tried on
-a tied Llama.
+clipping; one process takes the same global batch as one micro-batch. Interleaved stages have
+six layers. Differences grow with each step: norms of the first one agree to 1e-6. Techniques are
+tried on a tied Llama.
 
 - loss, norm: the largest relative difference of any step, norms of any rank; parameters: the
   largest absolute difference after the last step, of any rank.
@@ -40,7 +42,7 @@ a tied Llama.
   by the ledger. Its columns of errors: (bill - measured) / measured, the farthest of all ranks,
   each with a dry run of its own; *dry run*: of the whole bill, for the fullest rank.
 - within: loss {loss:.0e}, norm {norm:.0e}, in bf16 {bf16_loss:.0e} and {bf16_norm:.0e}; bytes
-  {bytes:.0%}.
+  {bytes:.0%}, or {few_bytes} of them.
 """
 
 
@@ -53,6 +55,7 @@ def long_page(results: dict[str, Any]) -> str:
         bf16_loss=TOLERANCES["bf16"][0],
         bf16_norm=TOLERANCES["bf16"][1],
         bytes=BYTES,
+        few_bytes=FEW_BYTES,
     )
     return "\n".join([head, *_long_table(results["rows"])]) + "\n"
 
@@ -110,5 +113,13 @@ def _worst(rows: list[Row]) -> str:
 def is_within(row: Row) -> bool:
     """Whether a row is as equal as it should be."""
     loss, norm = TOLERANCES["bf16" if row["beside"] == "bf16" else "fp32"]
-    errors: Iterable[float] = (row["rest_error"], row["peak_error"], row["dry_run_error"])
-    return row["loss"] <= loss and row["norm"] <= norm and all(abs(e) <= BYTES for e in errors)
+    errors = (("rest", "rest"), ("peak", "peak"), ("dry_run", "peak"))
+    return (
+        row["loss"] <= loss
+        and row["norm"] <= norm
+        and all(
+            abs(row[f"{error}_error"]) * row[f"{of}_bytes"]
+            <= max(BYTES * row[f"{of}_bytes"], FEW_BYTES)
+            for error, of in errors
+        )
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 import warnings
@@ -15,9 +16,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # its scripts import each other by
 
 with warnings.catch_warnings():  # torch's own optimizers for ranks call what torch deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
-    from sharding import merged
+    from sharding import RESULTS, merged
     from sharding_contenders import MODES
-    from sharding_page import aims
+    from sharding_page import aims, page
 
 MODE = MODES[3]
 OURS, DEEPSPEED, FSDP = MODE.ours.name, *(peer.name for peer in MODE.peers)
@@ -77,3 +78,8 @@ def test_a_new_measurement_takes_the_place_of_the_old() -> None:
 def test_contenders_can_be_sent_to_other_processes(mode: Any) -> None:
     for contender in (mode.ours, *mode.peers):
         assert pickle.loads(pickle.dumps(contender)).name == contender.name
+
+
+def test_page_is_that_of_the_results() -> None:
+    results = json.loads((RESULTS / "sharding.json").read_text(encoding="utf-8"))
+    assert (RESULTS / "sharding.md").read_text(encoding="utf-8") == page(results)
