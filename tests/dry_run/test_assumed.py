@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from tests.taken import every
 from transformers import LlamaConfig
 
 from tightfit.bill.model_states import tensor_state_bytes
@@ -162,7 +163,7 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "placement", "sharding", "card"), COMBINED)
+@pytest.mark.parametrize(("name", "placement", "sharding", "card"), every(5, COMBINED))
 def test_states_are_those_of_the_closed_form_whatever_is_combined(
     name: OptimizerName, placement: PlacementPolicy, sharding: ShardingPolicy, card: Any
 ) -> None:

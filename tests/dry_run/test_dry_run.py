@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.sharded_runs import without_values
+from tests.taken import every
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -141,7 +142,7 @@ def policies_of(case: str) -> Policies:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(3, CASES))
 def test_extrapolated_bill_is_what_a_real_run_takes(case: str) -> None:
     config, policies = CONFIGS[case.split()[0]], policies_of(case)
     extrapolated = dry_run(config, policies, WORKLOAD)

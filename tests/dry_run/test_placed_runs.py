@@ -9,6 +9,7 @@ import torch
 from tests.dry_run.test_dry_run import one_step, real_batch
 from tests.engine.sharded_runs import without_values
 from tests.engine.test_placement import PLACEMENTS
+from tests.taken import every
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightfit.bill.table import MemoryTable, Phase
@@ -69,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "checkpointing", "loss"), CASES)
+@pytest.mark.parametrize(("name", "checkpointing", "loss"), every(3, CASES))
 def test_a_dry_run_is_what_a_placed_run_takes(
     name: str, checkpointing: bool, loss: LossKind, tmp_path: Path
 ) -> None:

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engine import sharded_runs as runs
@@ -16,10 +18,36 @@ from tests.engine import sharded_runs as runs
 _SINGLE = 10  # how often the tolerance of a whole parameter one of its values may be off
 
 
-def made(folder: Path, *arguments: str) -> Path:
-    """The folder, in which all runs of a set have left their results."""
+Cases = Mapping[int, Sequence[str]]  # by the number of ranks
+
+
+def with_more(cases: Cases, more: Cases) -> list[Any]:
+    """Parameters `ranks` and `case` of tests: those of `more` are slow."""
+    return [(ranks, case) for ranks, some in cases.items() for case in some] + [
+        pytest.param(ranks, case, marks=pytest.mark.slow)
+        for ranks, some in more.items()
+        for case in some
+    ]
+
+
+def chosen(request: pytest.FixtureRequest, *always: tuple[int, str]) -> Cases:
+    """Those that the tests of this module ask for which were chosen to run, and some others."""
+    asked = dict.fromkeys(always)
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            if "case" in parameters:
+                asked[parameters["ranks"], parameters["case"]] = None
+    cases: dict[int, list[str]] = {}
+    for ranks, case in asked:
+        cases.setdefault(ranks, []).append(case)
+    return cases
+
+
+def made(folder: Path, cases: Cases, *arguments: str) -> Path:
+    """The folder, in which all runs have left their results."""
     done = subprocess.run(
-        [sys.executable, runs.PROGRAM, folder, *arguments],
+        [sys.executable, runs.PROGRAM, folder, json.dumps(cases), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

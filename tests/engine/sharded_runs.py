@@ -1,12 +1,12 @@
 """A program: the same training on several ranks, on one, and on fake ones, for other tests.
 
-    python sharded_runs.py FOLDER SET [STEPS [DEVICE]]
+    python sharded_runs.py FOLDER CASES [STEPS [DEVICE]]
 
-Starts one process per rank, on gloo or where DEVICE is cuda on NCCL, for each number of ranks in
-the set, which run all its cases one after the other, and meanwhile runs the same alone and on fake
-tensors. For each run FOLDER gets `NAME.json` (losses, norms, device bytes after each step and the
-ledger's table of it) and `NAME.safetensors` (the parameters afterwards, whole). The processes are
-forked after the imports, which take longer than everything else.
+CASES is JSON: for each number of ranks a list. Starts one process per rank, on gloo or where DEVICE
+is cuda on NCCL, which run all cases of as many ranks one after the other, and meanwhile runs the
+same alone and on fake tensors. For each run FOLDER gets `NAME.json` (losses, norms, device bytes
+after each step and the ledger's table of it) and `NAME.safetensors` (the parameters afterwards,
+whole). The processes are forked after the imports, which take longer than everything else.
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
 families of models, `tp2` (ranks that share matrices), `pp2` (stages of a pipeline), `chunks2`
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -126,88 +126,106 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }  # fmt: skip
+# What is shared, by the number of ranks: some cases for every day, more for the long proof.
 SHARDING = {
     2: [
         "0",
-        "0 fail",
-        "0 accumulate lora short discard",
         "0 host checkpoint accumulate",
         "0 chunk untied inf",
         "1",
         "1 accumulate chunk untied",
-        "1 peek",
-        "1 accumulate fail",
         "1 accumulate checkpoint host short inf",
-        "1 accumulate discard",
         "2 accumulate untied fail",
         "2 checkpoint lora peek",
         "2 chunk host bf16 off",
         "3",
-        "3 accumulate inf",
         "3 checkpoint host untied fail",
-        "3 qlora checkpoint",
         "1 qlora accumulate bf16",
         "3 chunk lora discard peek",
+        "3 empty lora bf16",
+        "0 late accumulate untied",
+        "2 disk accumulate inf",
+        "3 away checkpoint slice discard",
+        "3 half accumulate fail",
+        "3 far accumulate untied read",
+        "3 far qlora",
+    ],
+    4: [
+        "1 accumulate lora",
+        "3 accumulate untied",
+        "2 hsdp2 fail",
+        "3 hsdp2 accumulate lora",
+    ],
+}
+MORE_SHARDING = {
+    2: [
+        "0 fail",
+        "0 accumulate lora short discard",
+        "1 peek",
+        "1 accumulate fail",
+        "1 accumulate discard",
+        "3 accumulate inf",
+        "3 qlora checkpoint",
         "3 accumulate bf16 host",
         "3 lora bf16 checkpoint off",
         "0 away accumulate slice",
         "0 empty lora",
         "1 empty accumulate untied",
-        "3 empty lora bf16",
         "2 empty away checkpoint",
         "3 empty far",
-        "0 late accumulate untied",
         "1 away accumulate checkpoint read",
         "1 late accumulate",
-        "2 disk accumulate inf",
         "2 away untied peek",
-        "3 away checkpoint slice discard",
         "2 slice accumulate",
-        "3 half accumulate fail",
         "3 disk chunk bf16",
         "2 far checkpoint inf",
-        "3 far accumulate untied read",
-        "3 far qlora",
         "3 away qlora read",
         "3 late lora off",
     ],
     4: [
         "0 accumulate",
-        "1 accumulate lora",
         "2 chunk checkpoint",
-        "3 accumulate untied",
         "3 host lora inf",
         "3 empty accumulate",
         "3 away accumulate untied read",
         "1 hsdp2 accumulate untied",
-        "2 hsdp2 fail",
-        "3 hsdp2 accumulate lora",
         "3 hsdp2 host bf16",
     ],
 }
 TENSOR = {
     2: [
-        "0 tp2",
         "0 tp2 accumulate checkpoint chunk untied",
         "0 tp2 away slice accumulate inf",
-        "0 tp2 biased",
-        "0 tp2 empty qwen2",
         "0 tp2 qwen3 chunk fail",
         "0 tp2 empty moe checkpoint",
-        "0 tp2 empty droppy",
         "0 tp2 dropping chunk",
         "0 tp2 bf16 chunk untied",
     ],
-    3: ["0 tp3 smollm2 slice host", "0 tp3 smollm2 lora chunk"],
+    3: [
+        "0 tp3 smollm2 lora chunk",
+    ],
     4: [
-        "0 tp4 eager accumulate",
         "0 tp4 empty wide qlora",
-        "0 tp2 accumulate chunk late",
         "1 tp2 accumulate slice",
         "2 tp2 checkpoint inf",
         "3 tp2 empty moe accumulate untied",
-        "3 tp2 qwen2 host chunk discard",
         "3 tp2 empty lora away",
+    ],
+}
+MORE_TENSOR = {
+    2: [
+        "0 tp2",
+        "0 tp2 biased",
+        "0 tp2 empty qwen2",
+        "0 tp2 empty droppy",
+    ],
+    3: [
+        "0 tp3 smollm2 slice host",
+    ],
+    4: [
+        "0 tp4 eager accumulate",
+        "0 tp2 accumulate chunk late",
+        "3 tp2 qwen2 host chunk discard",
     ],
 }
 # Every model in every way of sharing it, for the long proof.
@@ -228,19 +246,30 @@ PIPELINE = {
     2: [
         "0 pp2 four untied checkpoint peek",
         "0 pp2 four gpipe chunk",
-        "0 pp2 host four slice short",
         "0 pp2 away four untied",
-        "0 pp2 moe four empty",
         "0 pp2 lora four empty",
-        "0 pp2 wide qlora four empty",
         "0 pp2 chunks3 deep five untied empty chunk peek",
     ],
-    3: ["0 pp3 empty four untied chunk late", "0 pp3 chunks2 deep five gemma2 eager"],
+    3: [
+        "0 pp3 empty four untied chunk late",
+    ],
+    4: [
+        "3 pp2 chunks2 deep four checkpoint host peek",
+        "0 pp2 tp2 four checkpoint",
+    ],
+}
+MORE_PIPELINE = {
+    2: [
+        "0 pp2 host four slice short",
+        "0 pp2 moe four empty",
+        "0 pp2 wide qlora four empty",
+    ],
+    3: [
+        "0 pp3 chunks2 deep five gemma2 eager",
+    ],
     4: [
         "1 pp2 four empty",
         "2 pp2 four untied peek discard",
-        "3 pp2 chunks2 deep four checkpoint host peek",
-        "0 pp2 tp2 four checkpoint",
     ],
 }
 # On cards: kernels whose operations a fake tensor shows, so that bytes can be held against it.
@@ -307,14 +336,6 @@ MODELS = {
     "SmolLM2": "smollm2",
 }
 WAYS = ["checkpoint", "accumulate", "lora", "wide qlora", "host", "away", "bf16"]
-SETS = {
-    "cards": CARDS,
-    "pipeline": PIPELINE,
-    "stages": STAGES,
-    "sharding": SHARDING,
-    "tensor": TENSOR,
-    "grid": GRID,
-}
 
 
 def of_mode(mode: str, words: str) -> tuple[int, str]:
@@ -325,19 +346,21 @@ def of_mode(mode: str, words: str) -> tuple[int, str]:
     return ranks, f"{case} {words}"
 
 
-for mode in MODES:  # a set of its own, with every model
-    SETS[mode] = {}
+def of_every_model(mode: str) -> dict[int, list[str]]:
+    """Cases of a mode with every model, by the number of ranks."""
+    cases: dict[int, list[str]] = {}
     for model in MODELS.values():
-        SETS[mode].setdefault(of_mode(mode, model)[0], []).append(of_mode(mode, model)[1])
+        ranks, case = of_mode(mode, model)
+        cases.setdefault(ranks, []).append(case)
+    return cases
 
 
-def main(folder: Path, chosen: str, kind: str = "cpu") -> None:
-    """Run all of one set and write it to `folder`.
+def main(folder: Path, sets: Mapping[int, Sequence[str]], kind: str = "cpu") -> None:
+    """Run cases, by the number of ranks, and write what they give to `folder`.
 
     Args:
         kind: of devices: cpu, or cuda with a card for each rank.
     """
-    sets = SETS[chosen]
     torch.set_num_threads(1)
     import_library()
     import_quantisation()
@@ -370,7 +393,7 @@ def later_steps() -> list[str]:
     return [str(step) for step in range(UNUSUAL + 1, STEPS)]
 
 
-def started(ranks: int, cases: list[str], folder: Path, kind: str) -> list[BaseProcess]:
+def started(ranks: int, cases: Sequence[str], folder: Path, kind: str) -> list[BaseProcess]:
     context = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")  # CUDA's wish
     processes: list[BaseProcess] = [
         context.Process(target=one_rank, args=(rank, ranks, cases, folder, kind))
@@ -392,7 +415,7 @@ def finish(processes: list[BaseProcess]) -> None:
         processes = [process for process in processes if process.exitcode is None]
 
 
-def one_rank(rank: int, ranks: int, cases: list[str], folder: Path, kind: str) -> None:
+def one_rank(rank: int, ranks: int, cases: Sequence[str], folder: Path, kind: str) -> None:
     """All cases of so many ranks on one of them."""
     import_library()  # where it was not forked
     device, backend = torch.device(kind), "gloo"
@@ -619,4 +642,5 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     if len(sys.argv) > 3:
         STEPS = int(sys.argv[3])
-    main(Path(sys.argv[1]), sys.argv[2], *sys.argv[4:])
+    by_ranks = {int(ranks): cases for ranks, cases in json.loads(sys.argv[2]).items()}
+    main(Path(sys.argv[1]), by_ranks, *sys.argv[4:])

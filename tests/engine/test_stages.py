@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine import sharded_runs as runs
-from tests.engine.compared_runs import check_parameters, made, read
+from tests.engine.compared_runs import check_parameters, chosen, made, read, with_more
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from tightfit.dry_run.ranks import fake_ranks
@@ -22,13 +22,13 @@ from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.policies import AdapterPolicy, Policies, ShardingPolicy
 
 NORM = 5e-6  # relative; sums in another order
-CASES = [(ranks, case) for ranks, cases in runs.PIPELINE.items() for case in cases]
+CASES = with_more(runs.PIPELINE, runs.MORE_PIPELINE)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Where all runs have left their results."""
-    return made(tmp_path_factory.mktemp("staged"), "pipeline")
+    return made(tmp_path_factory.mktemp("staged"), chosen(request))
 
 
 def check_numbers(folder: Path, ranks: int, case: str) -> None:
@@ -85,7 +85,7 @@ def test_the_fake_stage_takes_what_a_real_one_does(folder: Path, ranks: int, cas
 
 @pytest.mark.slow
 def test_more_ways_to_train_in_stages(tmp_path: Path) -> None:
-    made(tmp_path, "stages")
+    made(tmp_path, runs.STAGES)
     for ranks, cases in runs.STAGES.items():
         for case in cases:
             check_numbers(tmp_path, ranks, case)

@@ -539,6 +539,7 @@ def test_what_was_fetched_for_nothing_is_waited_for(make_model: Make) -> None:
 # Ranks that share
 
 
+@pytest.mark.slow
 def test_shards_stream_like_whole_parameters(tmp_path: Path) -> None:
     """On two real ranks; the program compares."""
     path = os.pathsep.join(filter(None, [str(PROGRAM.parents[2]), os.environ.get("PYTHONPATH")]))

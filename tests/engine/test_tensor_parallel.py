@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine import sharded_runs as runs
-from tests.engine.compared_runs import check_parameters, made, read
+from tests.engine.compared_runs import check_parameters, chosen, made, read, with_more
 
 from tightfit.bill.table import Phase
 from tightfit.dry_run import dry_run
@@ -27,7 +27,7 @@ from tightfit.errors import UnsupportedError
 from tightfit.facts.workload import Workload
 from tightfit.policies import AdapterPolicy, Policies, QuantisationPolicy, ShardingPolicy, Tier
 
-CASES = [(ranks, case) for ranks, cases in runs.TENSOR.items() for case in cases]
+CASES = with_more(runs.TENSOR, runs.MORE_TENSOR)
 # Sums in another order, and what AdamW makes of it where a gradient is next to nothing; partial
 # sums of 16 bits are rounded before they are added up over ranks.
 LOSS = {"fp32": 1e-6, "bf16": 1e-3}  # relative
@@ -42,9 +42,9 @@ def of_its_type(case: str, tolerances: dict[str, float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Where all runs have left their results."""
-    return made(tmp_path_factory.mktemp("tensor"), "tensor")
+    return made(tmp_path_factory.mktemp("tensor"), chosen(request))
 
 
 def check_numbers(folder: Path, ranks: int, case: str, steps: int) -> None:
@@ -137,7 +137,7 @@ def test_the_bill_is_what_ranks_take(folder: Path, ranks: int, case: str) -> Non
 @pytest.mark.slow
 def test_every_model_in_every_way_over_twenty_steps(tmp_path: Path) -> None:
     steps = 20
-    made(tmp_path, "grid", str(steps))
+    made(tmp_path, runs.GRID, str(steps))
     for ranks, cases in runs.GRID.items():
         for case in cases:
             check_numbers(tmp_path, ranks, case, steps)

@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
 # With what is said, and the step of the last checkpoint that is whole, 0 for none.
 RESUMED = [
     pytest.param(Fault("backward", after=3), KILLED, 2),
-    pytest.param(Fault("writing", "disk", after=4), FULL, 2),
+    pytest.param(Fault("writing", "disk", after=4), FULL, 2, marks=SLOW),
     pytest.param(Fault("forward", after=3), KILLED, 2, marks=SLOW),
     pytest.param(Fault("step"), KILLED, 2, marks=SLOW),
     pytest.param(Fault("evaluation", rank=0, after=4), KILLED, 4, marks=SLOW),

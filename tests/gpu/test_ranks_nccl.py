@@ -1,4 +1,4 @@
-"""Two ranks on cards over NCCL, and the same on gloo, so that this file is run where no card is.
+"""Two ranks on cards over NCCL, and the same on gloo (slow): so the file runs where no card is.
 
 The runs are those of `tests/engine/sharded_runs.py` and of `tests/faults`. Replicas of shards need
 four ranks: `tests/engine` has them on gloo.
@@ -30,7 +30,7 @@ from tightfit.monitor.communication import CommunicationWatch
 CARDS = torch.cuda.device_count()
 TWO = pytest.mark.skipif(CARDS < runs.RANKS_OF_CARDS, reason="needs 2 CUDA devices and NCCL")
 ONE = pytest.mark.skipif(CARDS < 1, reason="needs a CUDA device and NCCL")
-KINDS = ["cpu", pytest.param("cuda", marks=TWO)]
+KINDS = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=TWO)]
 CASES = runs.CARDS[runs.RANKS_OF_CARDS]
 # Relative of losses and norms, absolute of parameters: sums in another order, on cards by kernels
 # that are chosen by shape; 16 bits are rounded before sums.
@@ -49,7 +49,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs have left their results."""
     folder = tmp_path_factory.mktemp(f"on {kind}")
-    program = [sys.executable, str(runs.PROGRAM), str(folder), "cards", str(runs.STEPS), kind]
+    cases, steps = json.dumps(runs.CARDS), str(runs.STEPS)
+    program = [sys.executable, str(runs.PROGRAM), str(folder), cases, steps, kind]
     done = subprocess.run(program, env=environment(kind), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder

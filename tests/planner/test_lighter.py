@@ -60,6 +60,7 @@ def test_of_what_fits_it_is_what_sends_least(plan: Callable[..., Plan]) -> None:
     assert lighter.given == ("zero_stage",)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_passed_over(plan: Callable[..., Plan]) -> None:
     bills = {stage: plan(**KEYS, zero_stage=stage).bill for stage in range(4)}
     peaks = {stage: bill.peak_bytes(Tier.DEVICE) for stage, bill in bills.items()}

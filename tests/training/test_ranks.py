@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.taken import only
 from tests.training.conftest import PLAIN
 from tests.training.ranked_runs import RESULTS, Leg, on_ranks, run_leg
 
@@ -92,15 +93,38 @@ CASES: dict[str, list[tuple[int, int | dict[str, int], int]]] = {
     "8bit from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
     "8bit from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
 }
+# For every day: each kind, and what ranks share, once or more.
+FEW = [
+    "full on 1",
+    "full on 2, stage 0",
+    "full on 2, stage 3",
+    "full from stage 1 to stage 3",
+    "full from stage 3 to tensor parallel",
+    "full from stage 3 to stages",
+    "full from stages and stage 3 to stages and tensor",
+    "8bit from stages to 1",
+    "lora from tensor parallel to stage 3",
+    "lora on 2, stage 1",
+    "away from 1 to 2",
+    "uneven on 2, stage 3",
+    "uneven on 2, tensor parallel",
+    "held on 2, stage 1",
+]
+SEVERAL = only(FEW, [name for name in CASES if "on 1" not in name])
 # Blocks of 8-bit moments begin elsewhere where a parameter is shared out.
 TOLERANCE = dict.fromkeys(KINDS, 1e-5) | {"8bit": 5e-3}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folders(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path, rows: Path, rates: Rates
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_folder: Path,
+    rows: Path,
+    rates: Rates,
+    request: pytest.FixtureRequest,
 ) -> Path:
     """A folder of results for each case; all legs of as many ranks in one start of them."""
+    names = chosen(request)
     root = tmp_path_factory.mktemp("ranks")
     job: dict[str, Any] = PLAIN | {
         "model_name_or_path": str(tiny_model_folder),
@@ -121,8 +145,19 @@ def folders(
         patch.setattr(prepared, "measure_rates", lambda device, dtype: rates)
         plans = {kind: make_plan(prepare(Job(**job | keys))) for kind, keys in KINDS.items()}
     for number in (1, 2):
-        _run_all([(name, number) for name in CASES], plans, job, root)
+        _run_all([(name, number) for name in names], plans, job, root)
     return root
+
+
+def chosen(request: pytest.FixtureRequest) -> list[str]:
+    """Cases that tests ask for which were chosen to run, each after that of one rank."""
+    asked: dict[str, None] = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            name = item.callspec.params["name"]
+            asked[f"{name.split()[0]} on 1"] = None
+            asked[name] = None
+    return list(asked)
 
 
 def _run_all(
@@ -153,7 +188,7 @@ def results(root: Path, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "on 1" not in name])
+@pytest.mark.parametrize("name", SEVERAL)
 def test_the_run_is_that_of_one_rank(folders: Path, name: str) -> None:
     kind = name.split()[0]
     one, other = results(folders, f"{kind} on 1"), results(folders, name)
@@ -168,14 +203,14 @@ def test_the_run_is_that_of_one_rank(folders: Path, name: str) -> None:
     assert one["answers"][-1] == other["answers"][-1]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if " on " in name])
+@pytest.mark.parametrize("name", only(FEW, [name for name in CASES if " on " in name]))
 def test_ranks_wait_for_each_other_and_one_for_nobody(folders: Path, name: str) -> None:
     for step in results(folders, name)["steps"]:
         assert 0 <= step["communication_seconds"] < step["seconds"]
         assert (step["communication_seconds"] > 0) == ("on 2" in name)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "on 1" not in name])
+@pytest.mark.parametrize("name", SEVERAL)
 def test_what_it_saves_is_what_one_rank_saves(folders: Path, name: str) -> None:
     kind = name.split()[0]
     one, other = (folders / which / f"checkpoint-{STEPS}" for which in (f"{kind} on 1", name))
