@@ -201,10 +201,30 @@ class PrecisionPolicy:
 
 
 @dataclass(frozen=True)
+class LossScalePolicy:
+    """How losses are scaled where gradients are fp16, as of DeepSpeed's `fp16`.
+
+    Attributes:
+        static: the scale, if it is always the same; 0: it follows overflows.
+        initial_power: of two, that it begins with.
+        window: steps without an overflow after which it is doubled.
+        hysteresis: the overflow that halves it first.
+        minimum: that it is never below.
+    """
+
+    static: float = 0.0
+    initial_power: int = 16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+
+
+@dataclass(frozen=True)
 class OptimizerPolicy:
     """The optimizer and the numbers that are its own.
 
     Attributes:
+        loss_scale: of fp16; gradients of other types are not scaled.
         split_master: the fp32 master of a bf16 parameter is kept as the parameter and the 16 bits
             that it lacks, 2 bytes less; the parameter is the master rounded half away from zero.
     """
@@ -215,6 +235,7 @@ class OptimizerPolicy:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    loss_scale: LossScalePolicy = LossScalePolicy()
     split_master: bool = False
 
 

@@ -146,14 +146,16 @@ def test_a_config_trains(
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
 
 
-def test_fp16_converts_and_train_says_that_it_cannot_yet(
-    job_file: JobFile, tmp_path: Path, capsys: Captured
+def test_fp16_trains_with_the_loss_scale_that_the_file_says(
+    job_file: JobFile, tmp_path: Path
 ) -> None:
     config = tmp_path / "ds.json"
-    config.write_text('{"fp16": {"enabled": true}, "gradient_accumulation_steps": 1}')
+    block = {"enabled": True, "initial_scale_power": 9, "hysteresis": 1}
+    config.write_text(json.dumps({"fp16": block, "gradient_accumulation_steps": 1}))
     job = job_file(deepspeed=str(config), offload_optimizer=...)
-    assert main(["train", job]) == 2
-    assert "precision: fp16" in capsys.readouterr().err
+    assert main(["train", job, "--max_steps", "2"]) == 0
+    steps = json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
+    assert [step["loss_scale"] for step in steps] == [512, 512]
 
 
 def test_a_plan_is_written_for_another_tool(

@@ -58,7 +58,11 @@ def test_the_usual_config_of_stage_3_with_offload() -> None:
     [
         ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
         ({"bfloat16": {"enabled": True}}, {"precision": "bf16"}),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, {"precision": "fp16"}),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, {"precision": "fp16", "loss_scale": 0}),
+        (
+            {"fp16": {"enabled": True, "loss_scale_window": 100, "min_loss_scale": 2}},
+            {"precision": "fp16", "loss_scale_window": 100, "min_loss_scale": 2},
+        ),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"precision": "fp16"}),
         ({"gradient_clipping": 1}, {"max_grad_norm": 1}),
         ({"zero_optimization": True}, {"zero_stage": 1}),

@@ -102,8 +102,8 @@ def test_keys_take_something_off_the_described_machine(hardware: Hardware) -> No
 @pytest.mark.parametrize(
     ("gpu", "capability", "precision"),
     [
-        ("v100-16g", (7, 0), "fp32"),
-        ("t4", (7, 5), "fp32"),
+        ("v100-16g", (7, 0), "fp16"),
+        ("t4", (7, 5), "fp16"),
         ("a100-40g", (8, 0), "bf16"),
         ("5090", (12, 0), "bf16"),
         ("mi300x", (8, 0), "bf16"),  # with the kernels of an Ampere

@@ -254,7 +254,6 @@ def test_a_default_that_is_written_changes_nothing(plan: Planner) -> None:
     ("keys", "said"),
     [
         ({"optim": "adafactor"}, "optim adafactor"),
-        ({"precision": "fp16"}, "precision: fp16 is not available in planning"),
         ({"finetuning_type": "lora", "quantization_bit": 8}, "quantization_bit 8"),
     ],
 )

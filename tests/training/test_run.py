@@ -213,8 +213,17 @@ def signal_self() -> None:
         (LORA, 8),
         (LORA | {"offload_optimizer": "cpu", "gradient_checkpointing": "true"}, 2),
         ({"precision": "bf16", "offload_optimizer": "cpu"}, 8),
+        # Overflows before and after, and the second of two forgiven in between.
+        ({"precision": "fp16", "initial_scale_power": 20, "loss_scale_window": 2}, 5),
     ],
-    ids=["full", "host, end of epoch", "lora, next epoch", "lora, host", "bf16, host, next epoch"],
+    ids=[
+        "full",
+        "host, end of epoch",
+        "lora, next epoch",
+        "lora, host",
+        "bf16, host, next epoch",
+        "fp16",
+    ],
 )
 def test_a_resumed_run_is_the_same_run(
     run_job: RunJob, job: MakeJob, plain: Keys, tmp_path: Path, keys: Keys, stop: int
@@ -231,9 +240,9 @@ def test_a_resumed_run_is_the_same_run(
     rest = run_job(**keys, resume=True)
     assert [record.step for record in rest.result.records] == list(range(stop + 1, 11))
     assert rest.losses == whole.losses[stop:]
-    for name in ("learning_rate", "epoch", "grad_norm"):
+    for name in ("learning_rate", "epoch", "grad_norm", "loss_scale"):
         values = [[getattr(record, name) for record in run.result.records] for run in (whole, rest)]
-        assert values[1] == values[0][stop:]
+        assert str(values[1]) == str(values[0][stop:])  # nan is not nan
     assert_same_bits(weights(rest.result.checkpoint), weights(whole.result.checkpoint))
 
 

@@ -38,6 +38,7 @@ from tightfit.engine.gradients import (
 from tightfit.engine.host_threads import prepare_update_thread
 from tightfit.engine.lazy import DueUpdates
 from tightfit.engine.loss import apply_loss
+from tightfit.engine.loss_scale import LossScale
 from tightfit.engine.mesh import Dimension, Mesh
 from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.pipeline import DiskTier
@@ -112,9 +113,11 @@ def fit(
     with unloaded.as_shapes(adapted) if mesh.size(Dimension.TENSOR) > 1 else nullcontext():
         vocabulary = apply_tensor_parallel(adapted, model, mesh)
     apply_attention(model, policies.attention)
-    sliced = None
+    sliced, loss_scale = None, None
+    if policies.precision.parameters == "fp16":
+        loss_scale = LossScale(policies.optimizer.loss_scale)
     if stage is None or stage.is_last:
-        sliced = apply_loss(model, policies.loss, vocabulary)
+        sliced = apply_loss(model, policies.loss, vocabulary, loss_scale)
     apply_checkpointing(model, policies.checkpointing)
     if not any(p.requires_grad for p in adapted.parameters()):
         raise ConfigError("nothing to train: all parameters of the model are frozen")
@@ -124,11 +127,12 @@ def fit(
     if stage is not None:
         group, schedule = mesh.group(Dimension.PIPELINE), policies.sharding.pipeline_schedule
         ranks = StageRanks(ranks, group, stage.copies, device)
-        pipeline = Pipeline(stage, adapted, group, schedule, ranks, device)
+        pipeline = Pipeline(stage, adapted, group, schedule, ranks, device, loss_scale)
     setattr(model, _FITTED, True)
     adapted.train()
     elsewhere = Elsewhere(Transfer(device), HostSlab(device), _disk(policies, offload_folder))
-    return _place(_Prepared(adapted, model, sliced, unloaded, ranks, pipeline), policies, elsewhere)
+    prepared = _Prepared(adapted, model, sliced, unloaded, ranks, pipeline, loss_scale)
+    return _place(prepared, policies, elsewhere)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class _Prepared:
     unloaded: Unloaded
     ranks: Ranks
     pipeline: Pipeline | None
+    loss_scale: LossScale | None
 
 
 def _stage(model: PreTrainedModel, mesh: Mesh, chunks: int) -> Stage | None:
@@ -193,7 +198,9 @@ def _place(prepared: _Prepared, policies: Policies, elsewhere: Elsewhere) -> Eng
         _place_vocabulary(prepared.sliced, units, stream, gradients, ranks)
     serve_state_dicts(root, stream, optimizer.drain)
     steps = policies.batch.accumulation_steps
-    return Engine(root, optimizer, gradients, ranks, steps, stream, prepared.pipeline)
+    return Engine(
+        root, optimizer, gradients, ranks, steps, stream, prepared.pipeline, prepared.loss_scale
+    )
 
 
 def _stream(

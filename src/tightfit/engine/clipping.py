@@ -44,15 +44,20 @@ class Clip:
     """The factor of `torch.nn.utils.clip_grad_norm_`, same constant and order, on every tier.
 
     Args:
-        norm: of all gradients.
+        norm: of all gradients, not scaled.
         max_norm: 0 clips nothing.
+        scale: what gradients were multiplied by; the factor takes it away.
     """
 
-    def __init__(self, norm: torch.Tensor, max_norm: float, device: torch.device) -> None:
+    def __init__(
+        self, norm: torch.Tensor, max_norm: float, device: torch.device, scale: float = 1.0
+    ) -> None:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm else None
+        if scale != 1.0:
+            factor = (torch.ones_like(norm) if factor is None else factor) / scale
         self._on_device = None if factor is None else factor.to(device)
         self._on_host = None if factor is None else factor.cpu()
 
     def on(self, tier: Tier) -> torch.Tensor | None:
-        """The factor where an update on `tier` reads it; None where nothing is clipped."""
+        """The factor where an update on `tier` reads it; None where it would be 1 always."""
         return self._on_device if tier is Tier.DEVICE else self._on_host

@@ -6,6 +6,7 @@ there is no other path. Knows nothing of data, schedules or plans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from torch import nn
 from tightfit import ledger
 from tightfit.bill.table import Phase
 from tightfit.engine.gradients import GradientStore
+from tightfit.engine.loss_scale import LossScale
 from tightfit.engine.optimizer import PlacedOptimizer
 from tightfit.engine.ranks import Ranks
 from tightfit.engine.stage_schedule import MicroBatch, Pipeline
@@ -32,6 +34,7 @@ class Engine:
         model: call it in your loop; its class is that of the model given, or peft's.
         optimizer: give it to a scheduler; its step belongs to `Engine.step`.
         ranks: all ranks of the run, seen from this one.
+        loss_scale: of gradients in fp16; None where they are of another type.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Engine:
         accumulation_steps: int,
         stream: ParameterStream | None = None,
         pipeline: Pipeline | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -50,6 +54,7 @@ class Engine:
         self.ranks = ranks
         self._stream = stream
         self._pipeline = pipeline
+        self.loss_scale = loss_scale
         self._accumulation_steps = accumulation_steps
         self._backward_calls = 0  # since the last step
         model.register_forward_pre_hook(_begin_forward, prepend=True)
@@ -151,14 +156,16 @@ class Engine:
         ledger.set_phase(Phase.BACKWARD)
         self._backward_calls += 1
         self.ranks.begin_backward(last=self._backward_calls >= self._accumulation_steps)
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.value
         loss.backward()
 
     def step(self) -> float:
         """Clip by the exact global norm, update, forget the gradients; returns the norm.
 
         The norm is that of the gradients of all ranks, and the same number on each. One that is
-        not finite updates nothing. With a lazy step, updates off the device go on while the next
-        forward runs: `drain` before you read parameters yourself.
+        not finite updates nothing; in fp16 the loss scale follows it. With a lazy step, updates off
+        the device go on while the next forward runs: `drain` before you read parameters yourself.
         """
         ledger.set_phase(Phase.STEP)
         self._backward_calls = 0
@@ -169,10 +176,13 @@ class Engine:
         gradients = self._gradients.take()
         if self._pipeline is not None:
             self._pipeline.add_up(gradients)
-        norm = self.optimizer.step(gradients, self._gradients.norms())
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = float(self.optimizer.step(gradients, self._gradients.norms(), scale=scale))
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(finite=math.isfinite(norm))
         del gradients
         self._gradients.clear()
-        return float(norm)
+        return norm
 
     def drain(self) -> None:
         """Return when every parameter has what the last `step` gave it, each rank having its part

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.loss_scale import LossScale
 from tightfit.engine.sliced_loss import SlicedLoss, next_token_targets
 from tightfit.engine.vocabulary import Vocabulary, part_of
 from tightfit.errors import UnsupportedError
@@ -33,12 +34,16 @@ _LossOfHidden = Callable[[torch.Tensor, torch.Tensor, "int | torch.Tensor | None
 
 
 def apply_loss(
-    model: PreTrainedModel, policy: LossPolicy, vocabulary: Vocabulary | None = None
+    model: PreTrainedModel,
+    policy: LossPolicy,
+    vocabulary: Vocabulary | None = None,
+    loss_scale: LossScale | None = None,
 ) -> SlicedLoss | None:
     """Make `model(..., labels=...)` compute its loss as the policy says; the loss if it is sliced.
 
     Args:
         vocabulary: which rows of the output layer this rank has; None: all.
+        loss_scale: of gradients in fp16: those that forward makes are scaled already.
 
     Raises:
         UnsupportedError: the model has no output layer that another loss can take over.
@@ -63,8 +68,9 @@ def apply_loss(
     def chunked(
         hidden: torch.Tensor, labels: torch.Tensor, trained_tokens: int | torch.Tensor | None
     ) -> torch.Tensor:
+        scale = 1.0 if loss_scale is None else loss_scale.value
         return chunked_causal_loss(
-            hidden, labels, head, policy.chunk_tokens, trained_tokens, vocabulary
+            hidden, labels, head, policy.chunk_tokens, trained_tokens, vocabulary, scale
         )
 
     _take_over_forward(model, head, chunked)
@@ -135,6 +141,7 @@ def chunked_causal_loss(
     chunk_tokens: int,
     trained_tokens: int | torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Mean next-token cross-entropy over the labels that are not -100.
 
@@ -145,6 +152,8 @@ def chunked_causal_loss(
         chunk_tokens: positions whose logits live at the same time.
         trained_tokens: divisor of the sum; the count of these labels when None.
         vocabulary: which rows of the output layer this rank has; None: all.
+        scale: of the gradients between forward and backward, which begins with it: they are of the
+            weight's type, in which small ones may vanish. The loss itself is not scaled.
     """
     vocabulary = vocabulary or Vocabulary()
     targets, divisor = next_token_targets(labels, trained_tokens)
@@ -152,7 +161,14 @@ def chunked_causal_loss(
     weight, bias = part_of(head.weight), None if head.bias is None else part_of(head.bias)
     with_gradients = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, weight, bias, _Targets(targets, vocabulary), divisor, chunk_tokens, with_gradients
+        flat,
+        weight,
+        bias,
+        _Targets(targets, vocabulary),
+        divisor,
+        chunk_tokens,
+        with_gradients,
+        scale,
     )
     return loss
 
@@ -198,28 +214,32 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         divisor: int | torch.Tensor,
         chunk_tokens: int,
         with_gradients: bool,
+        scale: float,
     ) -> torch.Tensor:
         """See `chunked_causal_loss`; `hidden` is `[tokens, hidden]`."""
         gradients = _Gradients.empty(ctx, hidden, weight, bias) if with_gradients else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        part = divisor if scale == 1.0 else divisor / scale
         for piece in chunks_of(hidden.shape[0], chunk_tokens):
-            loss += _chunk(hidden, weight, bias, targets[piece], piece, divisor, gradients)
+            loss += _chunk(hidden, weight, bias, targets[piece], piece, part, gradients)
         ctx.gradients = gradients
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.scale = weight.dtype, scale
         return loss / divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Hand out the gradients that forward made, times `loss_grad`, in place."""
+        """Hand out the gradients that forward made, times `loss_grad`, in place; without their
+        scale, which is that of `loss_grad` where it matters."""
         gradients: _Gradients | None = ctx.gradients
         assert gradients is not None, "backward through the same chunked loss twice"
         ctx.gradients = None
+        factor = loss_grad if ctx.scale == 1.0 else loss_grad / ctx.scale
         scaled = [
-            None if gradient is None else gradient.mul_(loss_grad).to(ctx.weight_dtype)
+            None if gradient is None else gradient.mul_(factor).to(ctx.weight_dtype)
             for gradient in (gradients.hidden, gradients.weight, gradients.bias)
         ]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 @dataclass
@@ -251,7 +271,7 @@ def _chunk(
     bias: torch.Tensor | None,
     targets: _Targets,
     piece: slice,
-    divisor: int | torch.Tensor,
+    divisor: float | torch.Tensor,
     gradients: _Gradients | None,
 ) -> torch.Tensor:
     """The summed loss of one chunk; its logits are gone when this returns."""
@@ -284,7 +304,7 @@ def _losses_to_probabilities(logits: torch.Tensor, targets: _Targets) -> torch.T
 
 
 def _to_logit_gradients(
-    probabilities: torch.Tensor, targets: _Targets, divisor: int | torch.Tensor
+    probabilities: torch.Tensor, targets: _Targets, divisor: float | torch.Tensor
 ) -> None:
     """(probability - one-hot) / divisor in place, zero where the target is ignored."""
     inside, index = targets.within(probabilities)

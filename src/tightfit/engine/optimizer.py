@@ -238,7 +238,11 @@ class PlacedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, gradients: Gradients, norms: Mapping[nn.Parameter, torch.Tensor] | None = None
+        self,
+        gradients: Gradients,
+        norms: Mapping[nn.Parameter, torch.Tensor] | None = None,
+        *,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Clip and apply `gradients`, which are consumed; returns their global norm before it.
 
@@ -246,15 +250,18 @@ class PlacedOptimizer(torch.optim.Optimizer):
             gradients: by parameter, this rank's part, on the tier of its states or nearer, in the
                 order of `model.parameters()`. Parameters without one are left as they are.
             norms: of those that are known already, fp32 scalars; of those on the disk.
+            scale: what all of them were multiplied by; the norm that is returned is without it.
 
         A norm that is not finite leaves parameters and states untouched.
         """
         self.drain()
         with ledger.labelled(Kind.TEMPORARIES):
             norm = self._ranks.global_norm(gradients, norms or {})
+            if scale != 1.0:
+                norm /= scale
         if not bool(torch.isfinite(norm)):
             return norm
-        clip = Clip(norm, self._max_grad_norm, self._transfer.device)
+        clip = Clip(norm, self._max_grad_norm, self._transfer.device, scale)
         numbers = self._numbers()
         on = {tier: [p for p in gradients if self._tiers[p] is tier] for tier in Tier}
         self._count([*on[Tier.DEVICE], *on[Tier.HOST]])

@@ -24,6 +24,7 @@ from tightfit.bill.table import Kind, Phase
 from tightfit.bill.timetable import Tick, Work, timetable
 from tightfit.engine.clipping import Gradients
 from tightfit.engine.disk_gradients import DiskGradient
+from tightfit.engine.loss_scale import LossScale
 from tightfit.engine.ranks import Ranks, summed
 from tightfit.engine.stage_ranks import add_up_with, swap
 from tightfit.engine.stages import Chunk, Stage
@@ -53,6 +54,7 @@ class Pipeline:
         root: what is called in training: the stage's model, or peft's wrapping of it.
         group: the rank of each stage that has this rank's place in it, in the order of stages.
         ranks: are told when a backward begins.
+        loss_scale: of gradients in fp16.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Pipeline:
         schedule: PipelineSchedule,
         ranks: Ranks,
         device: torch.device,
+        loss_scale: LossScale | None,
     ) -> None:
         self._stage = stage
         self._root = root
@@ -70,6 +73,7 @@ class Pipeline:
         self._schedule = schedule
         self._ranks = ranks
         self.device = device
+        self._loss_scale = loss_scale
         self._dtype = stage.model.dtype
         self._width = int(stage.model.config.get_text_config().hidden_size)
         self._shared = stage.shared
@@ -122,6 +126,11 @@ class Pipeline:
                 return result
             self.swap([((own + 1) % stages, result)], [])
         return None
+
+    def gradient_of_loss(self) -> torch.Tensor:
+        """What the last chunk's backward begins with: one, scaled where gradients are."""
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        return torch.full((), scale, device=self.device)
 
     def sum_of(self, value: float) -> float:
         """Over all stages."""
@@ -270,7 +279,7 @@ class _Step:
         self._pipeline.begin_backward(last=self._left == 0)
         gradient = self._received.pop(work, None)  # nothing came for the last chunk
         if gradient is None:
-            gradient = torch.ones((), device=self._pipeline.device)
+            gradient = self._pipeline.gradient_of_loss()
         torch.autograd.backward((its.result,), (gradient,))
         self._leaving = None if its.received is None else its.received.grad
 

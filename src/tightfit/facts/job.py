@@ -173,6 +173,22 @@ class Job(BaseModel):
         "`split`, the 16 bits that it lacks (bf16 only; rounds half away from zero). `auto` is "
         "`fp32`.",
     )
+    loss_scale: NonNegativeFloat = Field(
+        0.0,
+        description="Factor on losses in fp16, whose gradients would vanish without; 0: it begins "
+        "at 2^initial_scale_power and follows overflows, whose steps are skipped.",
+    )
+    initial_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
+        16, description="The power of two that a loss scale which follows overflows begins with."
+    )
+    loss_scale_window: PositiveInt = Field(
+        1000, description="Steps without an overflow after which the loss scale is doubled."
+    )
+    hysteresis: PositiveInt = Field(
+        2,
+        description="The overflow at which the loss scale is halved; those before change nothing.",
+    )
+    min_loss_scale: PositiveFloat = Field(1.0, description="What the loss scale is never below.")
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Decay of matrices; norms and biases have none."
     )

@@ -234,6 +234,9 @@ def _precision(translation: Translation) -> None:
         )
     for key in on:
         translation.become(key, precision=switches[key])
+    for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+                 "min_loss_scale"):  # fmt: skip
+        translation.copy(f"fp16.{name}", name)
     if on or any(translation.has(key) and not _says_no(translation, key) for key in switches):
         return
     if translation.take("torch_autocast.enabled"):

@@ -105,19 +105,22 @@ _SCHEDULER = (
     ),
 )  # fmt: skip
 
-_SCALING = "how the loss is scaled is no key of a job"
-
 _PRECISION = (
     Entry("fp16.enabled", _SWITCH, "precision", "parameters in fp16, fp32 masters"),
     Entry("fp16.auto_cast", _SWITCH, here="inputs are token numbers; nothing to cast"),
     *(
-        Entry(f"fp16.{name}", _NUMBER, here=_SCALING)
+        Entry(f"fp16.{name}", _NUMBER, name)
         for name in (
             "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
             "min_loss_scale",
         )
     ),
-    Entry("fp16.consecutive_hysteresis", _SWITCH, here=_SCALING),
+    Entry(
+        "fp16.consecutive_hysteresis",
+        _SWITCH,
+        here="overflows are forgiven with each doubling of the loss scale",
+        usual=(False,),
+    ),
     Entry(
         "fp16.fp16_master_weights_and_grads",
         _SWITCH,

@@ -58,8 +58,10 @@ class RunProgress:
         line = _line(record, self._limit)
         self._bar.update(self._task, completed=record.step, line=line)
         if record.skipped:
+            scale = record.loss_scale
+            why = "" if scale is None else f" with a loss scale of {scale:g}"
             self._console.print(
-                f"step {record.step} skipped: gradient norm {record.grad_norm}", style="yellow"
+                f"step {record.step} skipped: gradient norm {record.grad_norm}{why}", style="yellow"
             )
         elif not self._console.is_terminal:
             left = (self._total - record.step) * record.seconds

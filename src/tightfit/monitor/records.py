@@ -19,6 +19,7 @@ class StepRecord:
         device_bytes: living on the device tier at the end; None where nobody counts.
         device_peak_bytes: highest so far.
         skipped: the norm was not finite and nothing was updated.
+        loss_scale: that gradients in fp16 were made with; None where they are of another type.
         nvme_written_bytes: to the disk that model states are placed on, for the last update that
             was finished by then; it wears the disk off.
         communication_seconds: that this rank has waited for others in, not hidden by computing;
@@ -37,6 +38,7 @@ class StepRecord:
     skipped: bool = False
     nvme_written_bytes: int = 0
     communication_seconds: float = 0.0
+    loss_scale: float | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -89,10 +89,13 @@ def link_of(job: Job, card: Capability | None) -> Link:
 
 
 def precision_of(job: Job, card: Capability | None) -> str:
-    """The job's, or what `precision: auto` means: bf16 where the card computes in it, else fp32."""
+    """The job's, or what `precision: auto` means: bf16 where the card computes in it, on cards
+    before fp16, on the CPU fp32."""
     if job.precision != "auto":
         return job.precision
-    return "bf16" if card is not None and card >= _COMPUTES_IN_BF16 else "fp32"
+    if card is None:
+        return "fp32"
+    return "bf16" if card >= _COMPUTES_IN_BF16 else "fp16"
 
 
 def limits_of(job: Job, hardware: Hardware, card: Capability | None) -> Limits:

@@ -26,6 +26,7 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    LossScalePolicy,
     OptimizerName,
     OptimizerPolicy,
     Policies,
@@ -354,6 +355,13 @@ def _optimizer(job: Job) -> OptimizerPolicy:
         betas=(job.adam_beta1, job.adam_beta2),
         epsilon=job.adam_epsilon,
         max_grad_norm=job.max_grad_norm,
+        loss_scale=LossScalePolicy(
+            job.loss_scale,
+            job.initial_scale_power,
+            job.loss_scale_window,
+            job.hysteresis,
+            job.min_loss_scale,
+        ),
         split_master=job.optim_master == "split",
     )
 

@@ -87,11 +87,6 @@ def prepare(
     threads: int | None,
 ) -> Prepared:
     """See `plan_job`; `config` may be another model's than the job names."""
-    if job.precision == "fp16":
-        raise UnsupportedError(
-            "precision: fp16 is not available in planning and training yet; `tightfit estimate` "
-            "prices it"
-        )
     if job.names_disk:
         check_nvme(job)
     card = card_to_plan_for(job, hardware)

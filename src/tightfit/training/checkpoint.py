@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ class Progress:
         epoch: whole epochs done.
         steps_in_epoch: optimizer steps done of the epoch that has begun.
         global_batch_size, train_samples, seed: what the order of the data depends on.
+        loss_scale: what the engine's, if it has one, has to go on from.
     """
 
     step: int
@@ -69,6 +71,7 @@ class Progress:
     global_batch_size: int
     train_samples: int
     seed: int
+    loss_scale: Mapping[str, float] | None = None
 
     def check(self, job: Job, train_samples: int) -> None:
         """See that `job` goes through the data as the run did.
@@ -239,6 +242,8 @@ def restore(checkpoint: Path, engine: Engine, progress: Progress) -> None:
         if is_adapter(checkpoint):
             _restore_adapter(checkpoint, engine)
         load_random_states(engine, files, progress.seed, progress.step)
+    if engine.loss_scale is not None and progress.loss_scale is not None:
+        engine.loss_scale.load(progress.loss_scale)
     engine.optimizer.refresh_masters()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -217,6 +217,8 @@ class TrainingLoop:
     def _one_step(self, progress: Progress, samples: list[Sample]) -> None:
         begin = time.perf_counter()
         learning_rate = float(self._scheduler.get_last_lr()[0])
+        scale = self.engine.loss_scale
+        scaled_by = None if scale is None else scale.value
         with self._communication.counting():
             loss, tokens = self._forward_backward(samples)
             norm = self.engine.step()
@@ -234,6 +236,7 @@ class TrainingLoop:
             skipped=not math.isfinite(norm),
             nvme_written_bytes=self.engine.written_bytes,
             communication_seconds=self._communication.take_seconds(),
+            loss_scale=scaled_by,
         )
         self.records.append(record)
         for observer in self._observers:
@@ -250,6 +253,9 @@ class TrainingLoop:
         return loss_of_all, int(tokens_of_all)
 
     def _count_bad(self, record: StepRecord) -> None:
+        scale = self.engine.loss_scale
+        if record.skipped and scale is not None and not scale.is_lowest:
+            return  # the next one has a lower scale
         self._bad_steps = self._bad_steps + 1 if record.skipped else 0
         if self._bad_steps == _MAX_BAD_STEPS:
             raise TrainingError(
@@ -258,6 +264,8 @@ class TrainingLoop:
             )
 
     def _save(self, progress: Progress) -> None:
+        if self.engine.loss_scale is not None:
+            progress = replace(progress, loss_scale=self.engine.loss_scale.state())
         with self._watch.counting(unless=self.checkpoint is not None):
             self.checkpoint = save_checkpoint(
                 self._output_dir,
