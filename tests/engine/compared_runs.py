@@ -18,6 +18,11 @@ from tests.engine import sharded_runs as runs
 _SINGLE = 10  # how often the tolerance of a whole parameter one of its values may be off
 
 
+def is_narrow(case: str) -> bool:
+    """Whether it computes in 16 bits."""
+    return not {"bf16", "fp16"}.isdisjoint(case.split())
+
+
 Cases = Mapping[int, Sequence[str]]  # by the number of ranks
 
 

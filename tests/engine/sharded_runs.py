@@ -47,6 +47,7 @@ from tightfit.engine.adapter import import_library
 from tightfit.engine.apply import fit
 from tightfit.engine.engine import Engine
 from tightfit.engine.layers import decoder_layers
+from tightfit.engine.precision import DTYPES
 from tightfit.engine.quantisation import apply_quantisation
 from tightfit.engine.quantisation import import_library as import_quantisation
 from tightfit.engine.regions import Region
@@ -60,6 +61,7 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    LossScalePolicy,
     OptimizerPolicy,
     PipelineSchedule,
     PlacementPolicy,
@@ -89,6 +91,7 @@ LENGTH, MICRO_BATCH = 11, 2
 STEPS, FAKE_STEPS = 5, 2
 UNUSUAL = 1  # the in this step, which fakes leave out, `discard`, `inf` and the like happen
 TRAINED_TOKENS = 40  # any number does, as long as all ranks divide by the same
+SCALE = LossScalePolicy(initial_power=10)
 OPTIMIZER = OptimizerPolicy(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "accumulate": {"batch": BatchPolicy(MICRO_BATCH, 2)},
@@ -109,6 +112,10 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "dropping": {"adapter": AdapterPolicy(rank=2, dropout=0.3)},
     "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
     "bf16": {"precision": PrecisionPolicy("bf16")},
+    "fp16": {
+        "precision": PrecisionPolicy("fp16"),
+        "optimizer": replace(OPTIMIZER, loss_scale=SCALE),
+    },
     "eager": {"attention": AttentionPolicy(AttentionKernel.EAGER)},
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -149,6 +156,7 @@ SHARDING = {
         "3 half accumulate fail",
         "3 far accumulate untied read",
         "3 far qlora",
+        "3 fp16 chunk accumulate",
     ],
     4: [
         "1 accumulate lora",
@@ -248,6 +256,7 @@ PIPELINE = {
         "0 pp2 four gpipe chunk",
         "0 pp2 away four untied",
         "0 pp2 lora four empty",
+        "0 pp2 four fp16",
         "0 pp2 chunks3 deep five untied empty chunk peek",
     ],
     3: [
@@ -514,7 +523,7 @@ def policies_of(case: str, ranks: int) -> Policies:
 
 def make_model(policies: Policies, words: list[str]) -> PreTrainedModel:
     torch.manual_seed(0)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[policies.precision.parameters]
+    dtype = DTYPES[policies.precision.parameters]
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(words), dtype=dtype)
     return model
 

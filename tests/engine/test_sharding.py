@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine import sharded_runs as runs
-from tests.engine.compared_runs import check_parameters, chosen, made, read, with_more
+from tests.engine.compared_runs import check_parameters, chosen, is_narrow, made, read, with_more
 from transformers import LlamaForCausalLM
 
 from tightfit.bill.table import Kind
@@ -24,7 +24,7 @@ from tightfit.policies import Policies, ShardingPolicy
 
 CASES = with_more(runs.SHARDING, runs.MORE_SHARDING)
 OF_STAGES = [(2, "0"), (2, "1"), (2, "3"), (2, "1 accumulate chunk untied")]
-# fp32 sums in another order, and what AdamW makes of it; bf16 gradients are rounded before sums.
+# fp32 sums in another order, and what AdamW makes of it; 16-bit gradients are rounded before sums.
 TOLERANCE = {"fp32": (1e-6, 1e-5), "bf16": (2e-3, 2e-2)}  # of norms, relative; of parameters
 
 
@@ -36,8 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)
 def test_ranks_train_as_one_does(folder: Path, ranks: int, case: str) -> None:
-    precision = "bf16" if "bf16" in case.split() else "fp32"
-    norm_tolerance, tolerance = TOLERANCE[precision]
+    norm_tolerance, tolerance = TOLERANCE["bf16" if is_narrow(case) else "fp32"]
     alone, expected = read(folder, case, ranks, "alone")
     first, parameters = read(folder, case, ranks, "0")
     assert first["norms"] == pytest.approx(alone["norms"], rel=norm_tolerance, nan_ok=True)

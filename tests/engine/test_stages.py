@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine import sharded_runs as runs
-from tests.engine.compared_runs import check_parameters, chosen, made, read, with_more
+from tests.engine.compared_runs import check_parameters, chosen, is_narrow, made, read, with_more
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from tightfit.dry_run.ranks import fake_ranks
@@ -21,7 +21,10 @@ from tightfit.engine.stages import apply_stage
 from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.policies import AdapterPolicy, Policies, ShardingPolicy
 
-NORM = 5e-6  # relative; sums in another order
+# Sums in another order; 16 bits are rounded.
+LOSS = {"fp32": 1e-5, "fp16": 1e-3}  # relative
+NORM = {"fp32": 5e-6, "fp16": 1e-2}  # relative
+PARAMETERS = {"fp32": 1e-5, "fp16": 2e-2}
 CASES = with_more(runs.PIPELINE, runs.MORE_PIPELINE)
 
 
@@ -33,16 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def check_numbers(folder: Path, ranks: int, case: str) -> None:
     alone, expected = read(folder, case, ranks, "alone")
+    precision = "fp16" if is_narrow(case) else "fp32"
     sharding = runs.policies_of(case, ranks).sharding
     losses = torch.zeros(runs.STEPS)
     seen = set()
     for rank in range(ranks):
         own, parameters = read(folder, case, ranks, str(rank))
-        assert own["norms"] == pytest.approx(alone["norms"], rel=NORM)
+        assert own["norms"] == pytest.approx(alone["norms"], rel=NORM[precision])
         losses += torch.tensor(own["losses"]) * sharding.data_parallel / ranks
-        check_parameters(parameters, expected, 1e-5)
+        check_parameters(parameters, expected, PARAMETERS[precision])
         seen |= parameters.keys()
-    assert losses.tolist() == pytest.approx(alone["losses"], rel=1e-5)
+    assert losses.tolist() == pytest.approx(alone["losses"], rel=LOSS[precision])
     assert seen == expected.keys()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine import sharded_runs as runs
-from tests.engine.compared_runs import check_parameters, chosen, made, read, with_more
+from tests.engine.compared_runs import check_parameters, chosen, is_narrow, made, read, with_more
 
 from tightfit.bill.table import Phase
 from tightfit.dry_run import dry_run
@@ -38,7 +38,7 @@ LATER = 1e-4  # norms after twenty steps: each step's differences grow in the ne
 
 
 def of_its_type(case: str, tolerances: dict[str, float]) -> float:
-    return tolerances["bf16" if "bf16" in case.split() else "fp32"]
+    return tolerances["bf16" if is_narrow(case) else "fp32"]
 
 
 @pytest.fixture(scope="module")
