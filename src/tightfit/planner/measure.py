@@ -1,8 +1,8 @@
 """Measurements of one device, a fraction of a second each: what step times are made of.
 
-Each is the fastest of repeated calls, which is the machine's rate and not its interruptions; where
-others keep the cores busy all the time, it is lower all the same. Knows nothing of models, and
-keeps nothing.
+Each is the median of repeated calls: a step is interrupted as often as they are, so the fastest
+call would promise too much (a fifth on a shared machine). Knows nothing of models, and keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch.optim.adamw import adamw
@@ -30,23 +31,22 @@ _OPERATIONS = 100
 def seconds_per_call(
     call: Callable[[], object], device: torch.device, seconds: float = _SECONDS
 ) -> float:
-    """Seconds of the fastest call after the first, of those that fit into `seconds`, but of at
-    least four: two threads on a busy machine may be 500 times as late as one.
+    """Median seconds of the calls after the first that fit into `seconds`, but of at least four:
+    two threads on a busy machine may be 500 times as late as one.
 
     On a card between two events of the current stream, so that what the host takes to start a
     kernel does not count.
     """
     call()
     once = _card_seconds if device.type == "cuda" else _host_seconds
-    best = once(call, 1)
+    taken = [once(call, 1)]
     calls = 1
     if device.type == "cuda":
-        calls = max(1, min(_MOST_CALLS, round(_LEAST_CARD_SECONDS / max(best, 1e-9))))
-    done, deadline = 0, time.perf_counter() + seconds
-    while done < _LEAST_TIMES or time.perf_counter() < deadline:
-        best = min(best, once(call, calls))
-        done += 1
-    return best
+        calls = max(1, min(_MOST_CALLS, round(_LEAST_CARD_SECONDS / max(taken[0], 1e-9))))
+    deadline = time.perf_counter() + seconds
+    while len(taken) <= _LEAST_TIMES or time.perf_counter() < deadline:
+        taken.append(once(call, calls))
+    return median(taken)
 
 
 def _host_seconds(call: Callable[[], object], calls: int) -> float:

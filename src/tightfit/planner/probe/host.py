@@ -42,7 +42,8 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def measure_host(counts: Sequence[int], rounds: int = _ROUNDS) -> list[HostFigures]:
-    """The CPU with so many threads each; the best of some rounds over all counts."""
+    """The CPU with so many threads each; the best of some rounds over all counts, whose medians
+    another process may have kept low for a while."""
     found: dict[int, HostFigures] = {}
     for _ in range(rounds):
         for count in counts:
