@@ -7,6 +7,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch._C._distributed_c10d import HashStore
 
 from tightfit.errors import ConfigError, RankError
@@ -73,3 +75,19 @@ def test_facts_of_a_job(tmp_path: Path) -> None:
     assert facts["the model's config"] != facts_of(job, {"layers": 3})["the model's config"]
     data.unlink()
     assert facts_of(job, {})[f"bytes of {data}"] == "no file"
+
+
+def test_weights_of_another_training_are_others(tmp_path: Path) -> None:
+    """Of the same names and shapes, so that only values differ, near either end of the file."""
+
+    def weights(number: int, at: int) -> str:
+        folder = tmp_path / f"{number} at {at}"
+        folder.mkdir()
+        values = torch.zeros(300_000)
+        values[at] = number
+        save_file({"weight": values}, folder / "model.safetensors")
+        return facts_of(Job(model_name_or_path=str(folder)), {})["the model's weights"]
+
+    assert weights(0, 0) == weights(0, 7)
+    assert len({weights(0, 1), weights(1, 2), weights(1, -2)}) == 3
+    assert facts_of(Job(model_name_or_path="no/such"), {})["the model's weights"] == "no folder"

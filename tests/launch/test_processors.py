@@ -7,7 +7,9 @@ import os
 import pytest
 import torch
 
-from tightfit.launch.processors import said_by_user, settle
+from tightfit.launch import processors
+from tightfit.launch.environment import RankPlace
+from tightfit.launch.processors import said_by_user, settle, threads_variable
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,19 @@ from tightfit.launch.processors import said_by_user, settle
 )
 def test_who_has_said_it(environment: dict[str, str], said: bool) -> None:
     assert said_by_user(environment) == said
+
+
+def test_each_rank_is_told_of_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks cannot have the same share of seven cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(7)))
+    monkeypatch.setattr(
+        processors, "threads_of", lambda rank, ranks, allowed, quota: (len(allowed) + rank) // ranks
+    )
+    places = [RankPlace(rank, 3, rank, 3, "localhost", 1) for rank in range(3)]
+    assert [threads_variable(place)["OMP_NUM_THREADS"] for place in places] == ["2", "2", "3"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert threads_variable(places[2]) == {"OMP_NUM_THREADS": "5"}
 
 
 def test_settling_gives_torch_its_threads() -> None:

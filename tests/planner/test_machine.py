@@ -100,6 +100,31 @@ def test_keys_take_something_off_the_described_machine(hardware: Hardware) -> No
 
 
 @pytest.mark.parametrize(
+    ("keys", "cards", "ranks"),
+    [
+        ({"train_batch_size": 8}, 4, 4),
+        ({"train_batch_size": 8}, 1, 1),
+        ({"train_batch_size": 8}, 0, 1),
+        ({"train_batch_size": 8, "num_gpus": 2}, 4, 2),
+        ({"train_batch_size": 8, "num_gpus": 1}, 4, 1),
+        ({"train_batch_size": 8, "gpu": "rtx-4090"}, 4, 1),
+    ],
+)
+def test_all_cards_are_used_unless_the_job_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, object], cards: int, ranks: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    assert machine.with_all_cards(make_job(**keys)).num_gpus == ranks
+
+
+def test_a_job_that_all_cards_cannot_share_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    job = make_job(train_batch_size=2, tensor_parallel_size=1, pipeline_parallel_size=1)
+    with pytest.raises(ConfigError, match=r"this machine has 4 cards.*say how many with num_gpus"):
+        machine.with_all_cards(job)
+
+
+@pytest.mark.parametrize(
     ("gpu", "capability", "precision"),
     [
         ("v100-16g", (7, 0), "fp16"),

@@ -40,12 +40,11 @@ class Leg:
     ranks: int
     sharding: ShardingPolicy
     until: int
-    keys: Mapping[str, Any]
 
 
 def run_leg(leg: Leg, plan: Plan, job: Mapping[str, Any], folder: Path, *, resume: bool) -> None:
     """Run it where this process stands, and append what it gave to the folder's results."""
-    made = Job(**{**job, **leg.keys, "max_steps": leg.until, "output_dir": str(folder)})
+    made = Job(**{**job, "max_steps": leg.until, "output_dir": str(folder)})
     prepared = runs.prepare(made.model_copy(update={"resume": resume}))
     micro = 1 if leg.ranks > 1 else 2
     sharding = leg.sharding

@@ -151,6 +151,10 @@ def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             return _train_as_rank(job, place)
     job, reading = _job_to_train(arguments)
     _show_reading(reading)
+    with _quick_imports():
+        from tightfit.planner.machine import with_all_cards
+
+    job = with_all_cards(job)
     if job.ranks > 1:
         return _supervise(job, argv)
     with _quick_imports():

@@ -19,7 +19,7 @@ from tightfit.facts.machine import describe_machine, machine_of
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
 from tightfit.facts.workload import planned_workload
 from tightfit.interop.reading import Reading
-from tightfit.planner.machine import usable_hardware
+from tightfit.planner.machine import usable_hardware, with_all_cards
 from tightfit.planner.plan import Plan
 from tightfit.planner.pricing import Observe
 from tightfit.planner.purchases import Purchase, purchases
@@ -42,6 +42,7 @@ def run(
         export: where the plan goes for another tool.
         buying: say what a machine with one part more would change.
     """
+    job = with_all_cards(job)
     hardware = usable_hardware(Path(job.output_dir or "."))
     spec = load_model_spec(job.model_name_or_path)
     too_long = check_length(spec, job.cutoff_len)

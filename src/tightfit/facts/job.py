@@ -7,7 +7,7 @@ documentation page and the error messages are made from it. `auto` leaves a choi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +21,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     model_validator,
 )
 
+from tightfit.errors import ConfigError
 from tightfit.facts.machine_keys import machine_contradictions, with_cards_of_gpu
 from tightfit.facts.machine_words import (
     parse_cards,
@@ -271,8 +273,9 @@ class Job(BaseModel):
     )
     num_gpus: Cards = Field(
         1,
-        description="Cards used of each machine, one rank each; on a CPU, processes. An estimate "
-        "that names it is for cards, wherever it is made; else it is for this machine.",
+        description="Cards used of each machine, one rank each; on a CPU, processes. `plan` and "
+        "`train` use all cards that they see where it is not given. An estimate that names it is "
+        "for cards, wherever it is made; else it is for this machine.",
     )
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_bits)] = Field(
         "auto",
@@ -460,6 +463,21 @@ class Job(BaseModel):
             self.offload_optimizer,
             self.offload_param,
         )
+
+    def with_keys(self, keys: Mapping[str, Any]) -> Job:
+        """The same job with other keys.
+
+        Raises:
+            ConfigError: they contradict what the job gives, such as its batch.
+        """
+        given = {key: getattr(self, key) for key in self.model_fields_set}
+        if "gpu" in keys:  # says how many cards there are
+            given.pop("num_gpus", None)
+        try:
+            return Job.model_validate(given | dict(keys))
+        except ValidationError as error:
+            said = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(said) from error
 
     @property
     def ranks(self) -> int:

@@ -19,21 +19,24 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from tightfit.errors import ConfigError, RankError
+from tightfit.errors import ConfigError, ModelNotFoundError, RankError
 from tightfit.facts.job import Job
+from tightfit.facts.model_files import model_folder
 
 # Each by the name under which a person knows it.
 Facts: TypeAlias = Mapping[str, str]
 
 _PACKAGES = ("tightfit", "torch", "transformers", "peft")
 _OF_THE_MACHINE = ("node_rank", "master_addr", "master_port")
+_SAMPLE_BYTES = 2**16
 _LONGEST = 60  # of a value in a message
 _VERDICT = "verdict"
 _TO_HEAR = timedelta(seconds=5)  # that the ranks are not the same
 
 
 def facts_of(job: Job, config: Mapping[str, Any]) -> Facts:
-    """Versions, all keys of the job, the model's config, and the sizes of the job's data files.
+    """Versions, all keys of the job, the model's config and weights, and the sizes of the job's
+    data files.
 
     Args:
         config: of the model.
@@ -45,6 +48,7 @@ def facts_of(job: Job, config: Mapping[str, Any]) -> Facts:
         **{package: version(package) for package in _PACKAGES},
         **{key: str(value) for key, value in keys.items()},
         "the model's config": _digest(config),
+        "the model's weights": _weights(job.model_name_or_path),
         **files,
     }
 
@@ -142,6 +146,24 @@ def _short(value: str) -> str:
 def _digest(config: Mapping[str, Any]) -> str:
     text = json.dumps(config, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _weights(name: str) -> str:
+    """Of its files' sizes and headers and of some values of each: those of another training are
+    known by them, and reading all would take as long as loading."""
+    digest = hashlib.sha256()
+    try:
+        folder = model_folder(name)
+    except ModelNotFoundError:
+        return "no folder"
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for begin in (0, size // 3, 2 * size // 3, max(0, size - _SAMPLE_BYTES)):
+                file.seek(begin)
+                digest.update(file.read(_SAMPLE_BYTES))
+        digest.update(f"{path.name} {size}".encode())
+    return digest.hexdigest()[:12]
 
 
 def _size(name: str) -> str:

@@ -6,7 +6,6 @@ them. Knows how ranks are started; what they measure is `planner/probe/link.py`'
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -19,10 +18,9 @@ from pydantic import TypeAdapter
 from torch._C._distributed_c10d import TCPStore
 
 from tightfit.errors import RankError
-from tightfit.facts.processors import cpu_quota, threads_of
 from tightfit.launch.environment import RankPlace
 from tightfit.launch.failures import first_cause
-from tightfit.launch.processors import THREADS
+from tightfit.launch.processors import threads_variable
 from tightfit.launch.workers import Workers, start_workers
 from tightfit.planner.probe.figures import LinkFigures
 
@@ -52,7 +50,7 @@ def measure_link(
         command += ["quick"] * quick
         with (
             _places(ranks) as places,
-            start_workers(command, places, folder, _variables(ranks)) as workers,
+            start_workers(command, places, folder, _variables) as workers,
         ):
             _wait(workers, limit_seconds)
         return ADAPTER.validate_json(result.read_bytes())
@@ -71,9 +69,8 @@ def _places(ranks: int) -> Iterator[list[RankPlace]]:
     ]
 
 
-def _variables(ranks: int) -> dict[str, str]:
-    threads = threads_of(0, ranks, os.sched_getaffinity(0), quota=cpu_quota())
-    return {THREADS: os.environ.get(THREADS, str(threads)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+def _variables(place: RankPlace) -> dict[str, str]:
+    return {**threads_variable(place), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def _wait(workers: Workers, limit_seconds: float) -> None:

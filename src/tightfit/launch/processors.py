@@ -12,7 +12,7 @@ import os
 import torch
 
 from tightfit.facts.processors import cpu_quota, share_of, threads_of
-from tightfit.launch.environment import Environment
+from tightfit.launch.environment import Environment, RankPlace
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -26,6 +26,15 @@ def settle(local_rank: int, ranks_here: int, environment: Environment) -> None:
     os.sched_setaffinity(0, share_of(local_rank, ranks_here, allowed))
     if not said_by_user(environment):
         torch.set_num_threads(threads)
+
+
+def threads_variable(place: RankPlace) -> dict[str, str]:
+    """What the environment of a rank says of its threads before it is started: what the user has
+    said, or the cores of its share."""
+    threads = threads_of(
+        place.local_rank, place.local_world_size, os.sched_getaffinity(0), quota=cpu_quota()
+    )
+    return {THREADS: os.environ.get(THREADS, str(threads))}
 
 
 def said_by_user(environment: Environment) -> bool:

@@ -11,16 +11,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tightfit.errors import ConfigError, Interrupted, RankError, TightfitError
 from tightfit.facts.job import Job
-from tightfit.facts.processors import cpu_quota, threads_of
 from tightfit.launch.environment import BEGIN, RankPlace
 from tightfit.launch.failures import Cause, Failure, first_cause
 from tightfit.launch.interrupts import Interrupts
 from tightfit.launch.machines import SILENCE_SECONDS, Exchange, Machines
-from tightfit.launch.processors import THREADS
+from tightfit.launch.processors import threads_variable
 from tightfit.launch.restart import AS_THE_JOB_SAYS, begins_again
 from tightfit.launch.workers import Workers, start_workers
 
@@ -88,7 +88,7 @@ class _Attempt:
             _notes_folder() as folder,
             Exchange(self.machines, self.attempt) as exchange,
             start_workers(
-                command, self._places(), Path(folder), self._variables(begins)
+                command, self._places(), Path(folder), partial(self._variables, begins)
             ) as workers,
         ):
             while not self._is_over(workers, exchange):
@@ -144,10 +144,9 @@ class _Attempt:
             for local_rank in range(each)
         ]
 
-    def _variables(self, begins: str) -> dict[str, str]:
-        """Of the environment of every rank."""
-        threads = threads_of(0, self.job.num_gpus, os.sched_getaffinity(0), quota=cpu_quota())
-        return {BEGIN: begins, THREADS: os.environ.get(THREADS, str(threads))}
+    @staticmethod
+    def _variables(begins: str, place: RankPlace) -> dict[str, str]:
+        return {BEGIN: begins, **threads_variable(place)}
 
 
 def _with_suspects(cause: Failure, silent: list[int]) -> Failure:

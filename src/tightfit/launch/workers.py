@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +122,7 @@ def start_workers(
     command: Sequence[str],
     places: Sequence[RankPlace],
     folder: Path,
-    variables: Mapping[str, str],
+    variables: Callable[[RankPlace], Mapping[str, str]],
 ) -> Iterator[Workers]:
     """Inside, a process runs for each place; at the end none does.
 
@@ -131,13 +131,13 @@ def start_workers(
 
     Args:
         folder: of their error files; new for every attempt.
-        variables: of the environment, over those of this process.
+        variables: of each rank's environment, over those of this process.
     """
     workers = Workers()
     reading, writing = os.pipe()
     try:
         for place in places:
-            workers.all.append(_start(command, place, folder, variables, reading))
+            workers.all.append(_start(command, place, folder, variables(place), reading))
         yield workers
     finally:
         workers.end()

@@ -44,6 +44,24 @@ def _first_card() -> Accelerator:
     return Accelerator(0, name, total, free, (own,), capability)
 
 
+def with_all_cards(job: Job) -> Job:
+    """`job` with a rank for each card that torch sees here, if it does not say how many.
+
+    Raises:
+        ConfigError: it cannot be shared by as many, such as a batch of one.
+    """
+    count = torch.cuda.device_count()
+    if count < 2 or "num_gpus" in job.model_fields_set or machine_of(job) is not None:
+        return job
+    try:
+        return job.with_keys({"num_gpus": count})
+    except ConfigError as error:
+        raise ConfigError(
+            f"this machine has {count} cards, and num_gpus is not given, so all are used: {error}; "
+            "say how many with num_gpus"
+        ) from None
+
+
 def device_of(hardware: Hardware) -> torch.device:
     """The device of this process: torch's current card, the first one unless it is a rank."""
     return (

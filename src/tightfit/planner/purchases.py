@@ -7,10 +7,8 @@ RAM can be asked about: nobody knows how cards would be linked that are not ther
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from pydantic import ValidationError
 
 from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
 from tightfit.facts.job import Job
@@ -58,7 +56,7 @@ def purchases(job: Job, plan: Plan, plan_again: Callable[[Job], Plan]) -> Iterat
     """
     for name, keys in _parts(job, plan):
         try:
-            found = plan_again(_with(job, keys))
+            found = plan_again(job.with_keys(keys))
         except (ConfigError, DoesNotFitError, UnsupportedError) as error:
             yield Purchase(name, None, str(error).splitlines()[0])
             continue
@@ -67,21 +65,6 @@ def purchases(job: Job, plan: Plan, plan_again: Callable[[Job], Plan]) -> Iterat
         yield Purchase(
             name, speedup, "the same plan" if same else describe_policies(found.policies)
         )
-
-
-def _with(job: Job, keys: Mapping[str, object]) -> Job:
-    """`job` with other keys; `gpu` says how many cards there are.
-
-    Raises:
-        ConfigError: they contradict what the job gives, such as its batch.
-    """
-    given = {key: getattr(job, key) for key in job.model_fields_set}
-    if "gpu" in keys:
-        given.pop("num_gpus", None)
-    try:
-        return Job.model_validate(given | dict(keys))
-    except ValidationError as error:
-        raise ConfigError(re.sub("^Value error, ", "", error.errors()[0]["msg"])) from error
 
 
 def _parts(job: Job, plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
@@ -100,7 +83,7 @@ def more_cards(job: Job) -> Iterator[tuple[str, Job]]:
         return
     for name, keys in _cards(job, machine):
         try:
-            yield name, _with(job, keys)
+            yield name, job.with_keys(keys)
         except ConfigError:
             continue
 
