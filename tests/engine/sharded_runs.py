@@ -91,8 +91,12 @@ LENGTH, MICRO_BATCH = 11, 2
 STEPS, FAKE_STEPS = 5, 2
 UNUSUAL = 1  # the in this step, which fakes leave out, `discard`, `inf` and the like happen
 TRAINED_TOKENS = 40  # any number does, as long as all ranks divide by the same
-SCALE = LossScalePolicy(initial_power=10)
-OPTIMIZER = OptimizerPolicy(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.7)
+OPTIMIZER = OptimizerPolicy(
+    learning_rate=3e-3,
+    weight_decay=0.1,
+    max_grad_norm=0.7,
+    loss_scale=LossScalePolicy(initial_power=10),
+)
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "accumulate": {"batch": BatchPolicy(MICRO_BATCH, 2)},
     "four": {"batch": BatchPolicy(MICRO_BATCH, 4)},
@@ -112,10 +116,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "dropping": {"adapter": AdapterPolicy(rank=2, dropout=0.3)},
     "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
     "bf16": {"precision": PrecisionPolicy("bf16")},
-    "fp16": {
-        "precision": PrecisionPolicy("fp16"),
-        "optimizer": replace(OPTIMIZER, loss_scale=SCALE),
-    },
+    "fp16": {"precision": PrecisionPolicy("fp16")},
     "eager": {"attention": AttentionPolicy(AttentionKernel.EAGER)},
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

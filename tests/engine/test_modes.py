@@ -1,7 +1,7 @@
 """Every mode of sharing with every model over twenty steps: one process's numbers, and its bill.
 
-Every mode is in a short test too (`test_sharding.py`, `test_tensor_parallel.py`, `test_stages.py`)
-but those of eight ranks. `benchmarks/modes.py` makes the table of them all, techniques included.
+Most modes are in a short test too (`test_sharding.py`, `test_tensor_parallel.py`, `test_stages.py`).
+`benchmarks/modes.py` makes the table of them all, techniques included.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Safetensors files that the ranks of a run write together, each its own part of every tensor.
 
 A file holds whole tensors, laid out before anything is written, so that a rank writes what it has
-where it belongs: nobody gathers anything, and no more than one part is in memory. The format: eight
-bytes with the length of a JSON header, the header, then the tensors' bytes
-(https://huggingface.co/docs/safetensors). Knows nothing of what is in
-them.
+where it belongs; no more than one part is in memory. The format: eight bytes with the length of a
+JSON header, the header, then the tensors' bytes (https://huggingface.co/docs/safetensors). Knows
+nothing of what is in them.
 """
 
 from __future__ import annotations
