@@ -1,6 +1,6 @@
 """Every mode of sharing with every model over twenty steps: one process's numbers, and its bill.
 
-Most modes are in a short test too (`test_sharding.py`, `test_tensor_parallel.py`, `test_stages.py`).
+Most modes have a short test too (`test_sharding.py`, `test_tensor_parallel.py`, `test_stages.py`);
 `benchmarks/modes.py` makes the table of them all, techniques included.
 """
 
