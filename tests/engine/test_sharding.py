@@ -40,6 +40,10 @@ def test_ranks_train_as_one_does(folder: Path, ranks: int, case: str) -> None:
     alone, expected = read(folder, case, ranks, "alone")
     first, parameters = read(folder, case, ranks, "0")
     assert first["norms"] == pytest.approx(alone["norms"], rel=norm_tolerance, nan_ok=True)
+    each = [read(folder, case, ranks, str(rank))[0]["losses"] for rank in range(ranks)]
+    for step, (*parts, whole) in enumerate(zip(*each, alone["losses"], strict=True)):
+        if step != runs.UNUSUAL:  # one rank's may be infinite, or given up
+            assert sum(parts) == pytest.approx(whole, rel=norm_tolerance)
     assert parameters.keys() == expected.keys()
     check_parameters(parameters, expected, tolerance)
     assert math.isnan(first["norms"][runs.UNUSUAL]) == ("inf" in case.split())

@@ -84,6 +84,22 @@ def test_with_restarts_it_goes_on_by_itself(
     check_same_run(output_dir, undisturbed)
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_after_the_stated_timeout(
+    job: dict[str, Any], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Nobody can see that it hangs but in a collective, which gives up after `ddp_timeout`."""
+    output_dir, timeout = tmp_path / "run", 25
+    words = ["--output_dir", str(output_dir), "--ddp_timeout", str(timeout)]
+    ended = run(tmp_path, job, *words, fault=Fault("backward", "stop", after=3))
+    assert (ended.code, len(ended.errors), ended.left_behind) == (1, 1, [])
+    assert ended.err.startswith("error: rank 0 (")
+    assert "still running and silent: rank 1" in ended.err
+    assert ended.seconds is not None
+    assert timeout - 1 <= ended.seconds < timeout + 20
+    check_saved(output_dir, undisturbed, 2)
+
+
 def check_end(ended: Ended, fault: Fault, said: str) -> None:
     """One message with the rank and the reason; all was over within seconds."""
     assert ended.code == 1

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -26,7 +27,7 @@ from tightfit.facts.model_files import model_folder
 # Each by the name under which a person knows it.
 Facts: TypeAlias = Mapping[str, str]
 
-_PACKAGES = ("tightfit", "torch", "transformers", "peft")
+_PACKAGES = ("tightfit", "torch", "transformers", "peft", "safetensors")
 _OF_THE_MACHINE = ("node_rank", "master_addr", "master_port")
 _SAMPLE_BYTES = 2**16
 _LONGEST = 60  # of a value in a message
@@ -46,6 +47,7 @@ def facts_of(job: Job, config: Mapping[str, Any]) -> Facts:
     return {
         "python": platform.python_version(),
         **{package: version(package) for package in _PACKAGES},
+        "CUDA of torch": str(torch.version.cuda),
         **{key: str(value) for key, value in keys.items()},
         "the model's config": _digest(config),
         "the model's weights": _weights(job.model_name_or_path),
