@@ -17,6 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tightfit.dry_run.cache import FOLDER_VARIABLE
 
+# Workers of pytest-xdist share the cores: threads that wait for each other on a core that is taken
+# make small operations many times as slow.
+torch.set_num_threads(
+    max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+)
+
 # Slow machines are no failures. Continuous integration draws the same examples every time; by hand
 # each run looks for new ones.
 settings.register_profile("tightfit", deadline=None, derandomize=bool(os.environ.get("CI")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -171,7 +173,7 @@ def save(folder: Path, step: int, *, with_optimizer: bool = True) -> None:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
     progress = Progress(step, 0, step, 2, 10, 42)
-    (checkpoint / "trainer_state.json").write_text(str(vars(progress)).replace("'", '"'))
+    (checkpoint / "trainer_state.json").write_text(json.dumps(asdict(progress)))
     if with_optimizer:
         (checkpoint / "optimizer.safetensors").touch()
 

@@ -58,7 +58,7 @@ def test_a_card_that_is_here_decides(
     turing = Accelerator(0, "a card", 8 * GIB, 7 * GIB, capability=(7, 5))
     found = estimate_job(job(), config, workload, replace(hardware, accelerators=(turing,)))
     assert found.card == (7, 5)
-    assert found.policies.precision.parameters == "fp32", "it does not compute in bf16"
+    assert found.policies.precision.parameters == "fp16", "it does not compute in bf16"
     assert found.limits.device_bytes == 7 * GIB
     assert found.notes == ()
 
