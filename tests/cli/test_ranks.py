@@ -77,3 +77,29 @@ def test_a_rank_of_another_launcher_says_who_it_is(
     assert found.returncode == 2
     assert found.stderr.startswith(f"error: rank 1 ({socket.gethostname()}, process ")
     assert said in found.stderr
+
+
+LOOKING = """
+import os, sys
+
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch with", os.environ.get("TORCH_CPP_LOG_LEVEL"), flush=True)
+
+sys.meta_path.insert(0, Look())
+from tightfit.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--num_gpus", "2"]], ids=["all cards", "two ranks"])
+def test_torch_is_told_to_be_silent_before_it_is_loaded(words: list[str], tmp_path: Path) -> None:
+    argv = ["train", str(tmp_path / "none"), "--dataset", "none.jsonl", "--train_batch_size", "2"]
+    argv += ["--output_dir", str(tmp_path / "run"), *words]
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
+    ended = subprocess.run(
+        [sys.executable, "-c", LOOKING, *argv], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout.splitlines()[0] == "torch with ERROR"

@@ -151,10 +151,13 @@ def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             return _train_as_rank(job, place)
     job, reading = _job_to_train(arguments)
     _show_reading(reading)
-    with _quick_imports():
-        from tightfit.planner.machine import with_all_cards
+    # Torch's warnings of closed sockets add nothing to what is told; it reads this as it is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "num_gpus" not in job.model_fields_set:
+        with _quick_imports():
+            from tightfit.planner.machine import with_all_cards
 
-    job = with_all_cards(job)
+        job = with_all_cards(job)
     if job.ranks > 1:
         return _supervise(job, argv)
     with _quick_imports():
@@ -182,8 +185,6 @@ def _train_as_rank(job: Job, place: RankPlace) -> int:
 
 
 def _supervise(job: Job, argv: Sequence[str]) -> int:
-    # A rank that is gone is told in words; torch's warnings of closed sockets say nothing more.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with _quick_imports():
         from tightfit.cli.ranks import run_as_supervisor
 
