@@ -45,6 +45,13 @@ def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel_rank
         (ShardingPolicy(2, pipeline_schedule=INTERLEAVED, virtual_stages=2), "without a pipeline"),
         (ShardingPolicy(2, 0, 1, 2, 1, INTERLEAVED), "interleaved needs 2 or more"),
         (ShardingPolicy(2, 0, 1, 2, virtual_stages=2), "the others have 1"),
+        (ShardingPolicy(2, stage_layers=(2, 1)), "pipeline_layers 2,1 without a pipeline"),
+        (ShardingPolicy(2, 0, 1, 2, stage_layers=(3,)), "1 numbers of layers for .*_size 2; give"),
+        (
+            ShardingPolicy(2, 0, 1, 2, 1, INTERLEAVED, 2, (1, 2)),
+            "2 numbers of layers for pipeline_parallel_size 2 x virtual_pipeline_stages 2 = 4;",
+        ),
+        (ShardingPolicy(2, 0, 1, 2, stage_layers=(3, 0)), "3,0: each has one layer or more"),
     ],
 )
 def test_ranks_that_cannot_be_shared_out_are_refused(

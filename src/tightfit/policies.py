@@ -83,6 +83,8 @@ class ShardingPolicy:
             `data_parallel / replicas` of them. Stage 0 shares nothing, so every rank has a copy.
         pipeline_schedule: where there are stages.
         virtual_stages: runs of layers that each stage has, more than one if interleaved.
+        stage_layers: how many layers each run has, in the order of the model: run number r is
+            stage `r % pipeline_parallel`'s. Empty: stages weigh alike in parameters.
     """
 
     ranks: int = 1
@@ -92,6 +94,7 @@ class ShardingPolicy:
     replicas: int = 1
     pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
     virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def data_parallel(self) -> int:
@@ -359,6 +362,7 @@ def _check_sharding(sharding: ShardingPolicy) -> None:
             f"take a multiple of {width}"
         )
     _check_virtual_stages(sharding)
+    _check_stage_layers(sharding)
     _check_replicas(sharding)
 
 
@@ -374,6 +378,29 @@ def _check_virtual_stages(sharding: ShardingPolicy) -> None:
             f"virtual_pipeline_stages {sharding.virtual_stages} with pipeline_schedule "
             f"{sharding.pipeline_schedule}: interleaved needs 2 or more, the others have 1"
         )
+
+
+def _check_stage_layers(sharding: ShardingPolicy) -> None:
+    given, stages, chunks = (
+        sharding.stage_layers,
+        sharding.pipeline_parallel,
+        sharding.virtual_stages,
+    )
+    if not given:
+        return
+    said = f"pipeline_layers {','.join(map(str, given))}"
+    if stages == 1:
+        raise UnsupportedError(
+            f"{said} without a pipeline: set pipeline_parallel_size, or leave it out"
+        )
+    if len(given) != stages * chunks:
+        times = f" x virtual_pipeline_stages {chunks} = {stages * chunks}" if chunks > 1 else ""
+        raise UnsupportedError(
+            f"{said}: {len(given)} numbers of layers for pipeline_parallel_size {stages}{times}; "
+            "give one for each, in the order of the model"
+        )
+    if min(given) < 1:
+        raise UnsupportedError(f"{said}: each has one layer or more")
 
 
 def _check_replicas(sharding: ShardingPolicy) -> None:

@@ -271,6 +271,18 @@ def test_the_fullest_stage_of_a_sharded_pipeline() -> None:
     assert 0 < table[Kind.COLLECTIVES] < 2 * own
 
 
+def test_stages_have_the_layers_that_are_given() -> None:
+    def parameter_bytes(*layers: int) -> int:
+        sharding = ShardingPolicy(2, pipeline_parallel=2, stage_layers=layers)
+        table = tensor_state_bytes(LAYERED, replace(SHARDED, sharding=sharding))
+        return table[Tier.DEVICE][Kind.PARAMETERS]
+
+    by_parameters, count = parameter_bytes(), len(LAYERED.layers)
+    cuts = [parameter_bytes(first, count - first) for first in range(1, count)]
+    assert min(cuts) == by_parameters < max(cuts)
+    assert cuts[-1] - cuts[-2] == 2 * 400, "a layer more on the first stage"
+
+
 def test_offloaded_gradients_add_up_on_the_device_until_they_are_reduced() -> None:
     policies = replace(SHARDED, placement=HOST, batch=BatchPolicy(1, 2))
     table = tensor_state_bytes(LAYERED, policies)

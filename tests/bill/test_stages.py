@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 
 import pytest
@@ -59,3 +60,17 @@ def test_chunks_of_a_stage_are_runs_in_turn() -> None:
     assert found == stage_layers([1] * 8, 1, 1, stages=4), "run r is stage r % 2's"
     with pytest.raises(UnsupportedError, match=r"2 x virtual_pipeline_stages 3 = 6 is more than"):
         stage_layers([1] * 5, 1, 1, stages=2, chunks=3)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(-2, 2))
+def test_layers_that_are_given_are_taken_if_they_are_all(given: list[int], more: int) -> None:
+    layers = max(1, sum(given) + more)
+    if layers != sum(given):
+        added = " + ".join(map(str, given))
+        said = f"pipeline_layers {added} = {sum(given)}, and the model has {layers} layers"
+        with pytest.raises(UnsupportedError, match=f"^{re.escape(said)}$"):
+            stage_layers([1] * layers, 0, 0, len(given), given=given)
+        return
+    found = stage_layers([1] * layers, 0, 0, len(given), given=given)
+    assert [len(run) for run in found] == given
+    assert [number for run in found for number in run] == list(range(layers))

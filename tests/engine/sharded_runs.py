@@ -10,11 +10,12 @@ whole). The processes are forked after the imports, which take longer than every
 
 A case is a stage followed by words, such as "3 accumulate lora". Beside techniques these are
 families of models, `tp2` (ranks that share matrices), `pp2` (stages of a pipeline), `chunks2`
-(interleaved ones), `hsdp2` (replicas), `untied`, `deep` (more layers), `empty` (the model has no
-values until it is shared out), `short` (steps of fewer micro-batches than planned) and what happens
-in one of the steps: `peek` (an evaluation between backward and step), `discard` (a backward that is
-given up), `fail` (one that breaks off in the middle), `inf` (one rank's gradients are not finite)
-and `off` (the ledger is off). `read` looks at parameters that are away, at the end.
+(interleaved ones), `cut2-1` (how many layers each has), `hsdp2` (replicas), `untied`, `deep` (more
+layers), `empty` (the model has no values until it is shared out), `short` (steps of fewer
+micro-batches than planned) and what happens in one of the steps: `peek` (an evaluation between
+backward and step), `discard` (a backward that is given up), `fail` (one that breaks off in the
+middle), `inf` (one rank's gradients are not finite) and `off` (the ledger is off). `read` looks at
+parameters that are away, at the end.
 """
 
 from __future__ import annotations
@@ -257,6 +258,7 @@ PIPELINE = {
         "0 pp2 four gpipe chunk",
         "0 pp2 away four untied",
         "0 pp2 lora four empty",
+        "0 pp2 cut2-1 four empty",
         "0 pp2 four fp16",
         "0 pp2 chunks3 deep five untied empty chunk peek",
     ],
@@ -276,10 +278,12 @@ MORE_PIPELINE = {
     ],
     3: [
         "0 pp3 chunks2 deep five gemma2 eager",
+        "0 pp3 cut1-5-1 deep four untied lora",
     ],
     4: [
         "1 pp2 four empty",
         "2 pp2 four untied peek discard",
+        "3 pp2 chunks2 cut3-1-1-2 deep four chunk",
     ],
 }
 # On cards: kernels whose operations a fake tensor shows, so that bytes can be held against it.
@@ -518,7 +522,10 @@ def policies_of(case: str, ranks: int) -> Policies:
     )
     order = "interleaved" if chunks > 1 else "gpipe" if "gpipe" in words else "1f1b"
     schedule = PipelineSchedule(order)
-    sharding = ShardingPolicy(ranks, int(stage), tensor, pipeline, replicas, schedule, chunks)
+    cut = next((word.removeprefix("cut") for word in words if word.startswith("cut")), None)
+    layers = tuple(map(int, cut.split("-"))) if cut else ()
+    degrees = (tensor, pipeline, replicas, schedule, chunks, layers)
+    sharding = ShardingPolicy(ranks, int(stage), *degrees)
     return Policies(**chosen, optimizer=OPTIMIZER, sharding=sharding)
 
 

@@ -158,6 +158,8 @@ def test_what_cannot_be_cut_is_refused(make_model: Any) -> None:
         apply_stage(make_model(), 0, 3)
     with pytest.raises(UnsupportedError, match=r"2 x virtual_pipeline_stages 2 = 4 .* 2 layers"):
         apply_stage(make_model(), 0, 2, 2)
+    with pytest.raises(UnsupportedError, match=r"pipeline_layers 2 \+ 1 = 3, .* has 2 layers"):
+        apply_stage(make_model(), 0, 2, given=(2, 1))
     odd = make_model()
     odd.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(UnsupportedError, match=r"model\.extra.*not in its pipeline plan"):

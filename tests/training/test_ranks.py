@@ -46,17 +46,18 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 OTHER_MODELS = {
     "moe": {"model_type": "qwen3_moe", **SIZES, **EXPERTS},
-    "phi3": {"model_type": "phi3", **SIZES},
+    "phi3": {"model_type": "phi3", **SIZES, "num_hidden_layers": 3},
 }
 IDS = ("bos", "eos", "pad")
 LATER = 3
 TENSOR = {"tensor_parallel": 2}
 STAGES = {"pipeline_parallel": 2}
+FULLER_FIRST = STAGES | {"stage_layers": (2, 1)}  # by parameters it would be 1 and 2
 STAGES_3 = STAGES | {"zero_stage": 3}
 TENSOR_3 = TENSOR | {"zero_stage": 3}
 REPLICAS = {"zero_stage": 3, "replicas": 2}
 # Legs by the number of ranks, the stage (or what else they share) and the last step.
-CASES: dict[str, list[tuple[int, int | dict[str, int], int]]] = {
+CASES: dict[str, list[tuple[int, int | dict[str, Any], int]]] = {
     "full on 1": [(1, 0, STEPS)],
     "full on 2, stage 0": [(2, 0, STEPS)],
     "full on 2, stage 1": [(2, 1, STEPS)],
@@ -126,6 +127,7 @@ CASES: dict[str, list[tuple[int, int | dict[str, int], int]]] = {
     "phi3 on 1": [(1, 0, STEPS)],
     "phi3 from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
     "phi3 from tensor parallel to stages": [(2, TENSOR, LATER), (2, STAGES, STEPS)],
+    "phi3 from stages to others": [(2, STAGES, LATER), (2, FULLER_FIRST, STEPS)],
     "8bit on 1": [(1, 0, STEPS)],
     "8bit from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
     "8bit from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
@@ -152,6 +154,7 @@ FEW = [
     "bf16 from 2 to 1",
     "moe on 2, stage 3",
     "phi3 from tensor parallel to stages",
+    "phi3 from stages to others",
 ]
 SEVERAL = only(FEW, [name for name in CASES if "on 1" not in name])
 # Blocks of 8-bit moments begin elsewhere where a parameter is shared out.

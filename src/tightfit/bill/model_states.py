@@ -89,7 +89,8 @@ def model_state_bytes(
 
     On one rank it is exact but for what needs shapes: step counters, the padding of shards and of
     a disk's blocks, layers that are gathered or fetched, and Adafactor's states, which go by rows
-    and columns. On nvme it has what a step reads and writes, which lies there twice.
+    and columns. On nvme it has what a step reads and writes, which lies there twice. Of a pipeline
+    it is an average stage, whatever layers each one has.
 
     Args:
         trainable: number of parameters that get gradients.
@@ -139,9 +140,13 @@ def tensor_state_bytes(
 
     The fullest rank is the first one of the pipeline stage that takes most on the device.
     """
-    stages, chunks = policies.sharding.pipeline_parallel, policies.sharding.virtual_stages
+    sharding = policies.sharding
+    stages, chunks = sharding.pipeline_parallel, sharding.virtual_stages
     shapes = _Shapes(policies, master, resident_layers, momentum, exact=True)
-    tables = [shapes.stage_bytes(model.stage(number, stages, chunks)) for number in range(stages)]
+    tables = [
+        shapes.stage_bytes(model.stage(number, stages, chunks, sharding.stage_layers))
+        for number in range(stages)
+    ]
     return max(tables, key=lambda table: sum(table[Tier.DEVICE].values()))
 
 

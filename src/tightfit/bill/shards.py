@@ -8,7 +8,7 @@ final norm and output layer together are the root group.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -154,14 +154,19 @@ class ModelTensors:
             head=_divided(self.head, tensor_parallel),
         )
 
-    def stage(self, stage: int, stages: int, chunks: int = 1) -> ModelTensors:
+    def stage(
+        self, stage: int, stages: int, chunks: int = 1, given: Sequence[int] = ()
+    ) -> ModelTensors:
         """What pipeline stage `stage` of `stages` holds: `chunks` runs of layers, the ends at the
         ends.
 
         Where the output layer is tied, the last stage has a copy of the embedding.
 
+        Args:
+            given: how many layers each run has, if somebody says so.
+
         Raises:
-            UnsupportedError: there are fewer layers than runs.
+            UnsupportedError: as `stage_layers`.
         """
         if stages == 1:
             return self
@@ -169,7 +174,7 @@ class ModelTensors:
         weights = [_weight(group) for group in (self.embedding, *self.layers, self.head)]
         embedding, *layer_weights, head = weights
         head += embedding * self.tied
-        runs = stage_layers(layer_weights, embedding, head, stages, chunks)
+        runs = stage_layers(layer_weights, embedding, head, stages, chunks, given)
         layers = tuple(self.layers[number] for run in runs[stage::stages] for number in run)
         own = self.embedding if first or (last and self.tied) else ()
         return ModelTensors(own, layers, self.head if last else ())

@@ -1,9 +1,10 @@
 """Which layers each stage of a pipeline has.
 
-A stage weighs as many parameters as it has: they set its memory, and nearly all of them are
-multiplied once per token. The embedding counts for the first stage, last norm and output layer
-for the last, which has a copy where the two are tied. Interleaved stages have several runs of
-layers (chunks) each, which weigh alike. Knows counts only.
+As many as somebody says, or as many that stages weigh alike. A stage weighs as many parameters as
+it has: they set its memory, and nearly all of them are multiplied once per token. The embedding
+counts for the first stage, last norm and output layer for the last, which has a copy where the two
+are tied. Interleaved stages have several runs of layers (chunks) each, which weigh alike. Knows
+counts only.
 """
 
 from __future__ import annotations
@@ -11,29 +12,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from tightfit.errors import UnsupportedError
 
 
 def stage_layers(
-    layers: Sequence[int], embedding: int, head: int, stages: int, chunks: int = 1
+    layers: Sequence[int],
+    embedding: int,
+    head: int,
+    stages: int,
+    chunks: int = 1,
+    given: Sequence[int] = (),
 ) -> list[range]:
     """The numbers of the layers of each run, at least one each, in the order of the model: run
     number r is stage r % stages's; with one chunk each stage has one.
 
-    The heaviest run is as light as it can be, and then all are as even as they can be (least sum
-    of squares); of equal ways the one with fewer layers in early runs, which have more
-    micro-batches at a time.
+    Where nothing is given the heaviest run is as light as it can be, and then all are as even as
+    they can be (least sum of squares); of equal ways the one with fewer layers in early runs, which
+    have more micro-batches at a time.
 
     Args:
         layers: parameters of each.
         embedding: parameters that the first stage has beside its layers.
         head: those that the last one has.
         chunks: runs of each stage, which are what is made even.
+        given: how many layers each run has.
 
     Raises:
-        UnsupportedError: there are fewer layers than runs.
+        UnsupportedError: there are fewer layers than runs, or another number than what is given
+            adds up to.
     """
+    if given:
+        check_adds_up(given, len(layers))
+        return _runs(tuple(accumulate(given)))
     runs = stages * chunks
     if runs > len(layers):
         times = f" x virtual_pipeline_stages {chunks} = {runs}" if chunks > 1 else ""
@@ -52,12 +64,29 @@ def stage_layers(
         return so_far + its_own**2 if its_own <= heaviest else math.inf
 
     _, ends = _best(weight, len(layers), runs, uneven)
-    return [range(first, end) for first, end in zip((0, *ends), ends, strict=False)]
+    return _runs(ends)
+
+
+def check_adds_up(given: Sequence[int], layers: int) -> None:
+    """See that runs of so many layers are all of a model's.
+
+    Raises:
+        UnsupportedError: they are more or fewer.
+    """
+    if sum(given) != layers:
+        added = " + ".join(map(str, given))
+        raise UnsupportedError(
+            f"pipeline_layers {added} = {sum(given)}, and the model has {layers} layers"
+        )
+
+
+def _runs(ends: tuple[int, ...]) -> list[range]:
+    return [range(first, end) for first, end in pairwise((0, *ends))]
 
 
 @lru_cache
 def layout_of(
-    layers: int, inside: int, end: int, stages: int, chunks: int = 1
+    layers: int, inside: int, end: int, stages: int, chunks: int = 1, given: tuple[int, ...] = ()
 ) -> tuple[range, ...]:
     """`stage_layers` of layers that are all alike.
 
@@ -65,7 +94,7 @@ def layout_of(
         inside: parameters of a layer.
         end: those of the embedding, and of the output layer.
     """
-    return tuple(stage_layers([inside] * layers, end, end, stages, chunks))
+    return tuple(stage_layers([inside] * layers, end, end, stages, chunks, given))
 
 
 def _best(

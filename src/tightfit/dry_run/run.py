@@ -133,7 +133,8 @@ def _stages_that_may_be_fullest(config: PretrainedConfig, sharding: ShardingPoli
     if len(set(layer_signatures(config))) > 1:
         return numbers
     with torch.device("meta"):
-        runs = stage_runs(build_model(config, torch.float32), stages, chunks)
+        model = build_model(config, torch.float32)
+        runs = stage_runs(model, stages, chunks, sharding.stage_layers)
     layers = [[len(run) for run in runs[number::stages]] for number in numbers]
     return [
         number

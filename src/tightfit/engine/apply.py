@@ -59,7 +59,7 @@ from tightfit.engine.transfer import Transfer
 from tightfit.engine.units import Unit, units_of
 from tightfit.engine.unloaded import Fill, Unloaded
 from tightfit.errors import ConfigError
-from tightfit.policies import PlacementPolicy, Policies, Tier
+from tightfit.policies import PlacementPolicy, Policies, ShardingPolicy, Tier
 
 _FITTED = "_fitted_by_tightfit"
 
@@ -99,7 +99,7 @@ def fit(
     ledger.set_phase(Phase.INIT)
     device = device or _device_of(model)
     mesh = Mesh(policies.sharding, device)
-    stage = _stage(model, mesh, policies.sharding.virtual_stages)
+    stage = _stage(model, mesh, policies.sharding)
     if not is_quantised(model):
         dtype = model.dtype
         apply_quantisation(model, policies.quantisation, device)
@@ -155,12 +155,13 @@ class _Prepared:
     loss_scale: LossScale | None
 
 
-def _stage(model: PreTrainedModel, mesh: Mesh, chunks: int) -> Stage | None:
+def _stage(model: PreTrainedModel, mesh: Mesh, sharding: ShardingPolicy) -> Stage | None:
     """Take out what other stages have, before anything is loaded or made for it."""
     stages = mesh.size(Dimension.PIPELINE)
     if stages == 1:
         return None
-    return apply_stage(model, mesh.rank(Dimension.PIPELINE), stages, chunks)
+    number = mesh.rank(Dimension.PIPELINE)
+    return apply_stage(model, number, stages, sharding.virtual_stages, sharding.stage_layers)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -12,7 +12,7 @@ others return hidden states. Knows nothing of what stages send each other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -151,17 +151,20 @@ class Stage:
             )
 
 
-def apply_stage(model: PreTrainedModel, number: int, stages: int, chunks: int = 1) -> Stage:
+def apply_stage(
+    model: PreTrainedModel, number: int, stages: int, chunks: int = 1, given: Sequence[int] = ()
+) -> Stage:
     """Leave of `model` what stage `number` of several has.
 
     Args:
         model: a causal language model, whole; changed in place. It may be on the meta device.
         chunks: runs of layers that each stage has.
+        given: how many layers each run has, if somebody says so.
 
     Raises:
         UnsupportedError: the model has no plan, or cannot be cut into so many.
     """
-    runs = stage_runs(model, stages, chunks)
+    runs = stage_runs(model, stages, chunks, given)
     base, layers = model.base_model, decoder_layers(model)
     before, name, after = _around(model, layers)
     head = model.get_output_embeddings()
@@ -181,7 +184,9 @@ def apply_stage(model: PreTrainedModel, number: int, stages: int, chunks: int = 
     return stage
 
 
-def stage_runs(model: PreTrainedModel, stages: int, chunks: int = 1) -> list[range]:
+def stage_runs(
+    model: PreTrainedModel, stages: int, chunks: int = 1, given: Sequence[int] = ()
+) -> list[range]:
     """The numbers of the layers of each run, as `stage_layers` says; raises as `apply_stage`."""
     _check(model)
     base, layers = model.base_model, decoder_layers(model)
@@ -192,6 +197,7 @@ def stage_runs(model: PreTrainedModel, stages: int, chunks: int = 1) -> list[ran
         sum(_size(getattr(base, name)) for name in after) + _size(model.get_output_embeddings()),
         stages,
         chunks,
+        given,
     )
 
 

@@ -177,8 +177,8 @@ def _fullest(cost: ModelCost, policies: Policies) -> float:
     if stages == 1:
         return 1.0
     inside = (cost.matmul_parameters - cost.head_parameters) // cost.layers
-    chunks = policies.sharding.virtual_stages
-    runs = layout_of(cost.layers, inside, cost.head_parameters, stages, chunks)
+    sizes = stages, policies.sharding.virtual_stages, policies.sharding.stage_layers
+    runs = layout_of(cost.layers, inside, cost.head_parameters, *sizes)
     weights = [inside * sum(map(len, runs[number::stages])) for number in range(stages)]
     weights[-1] += cost.head_parameters
     return stages * max(weights) / cost.matmul_parameters
