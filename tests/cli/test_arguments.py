@@ -79,9 +79,12 @@ BESIDE = {
         *("--num_gpus", "2", "--pipeline_parallel_size", "2"),
         *("--pipeline_schedule", "interleaved"),
     ),
+    "pipeline_layers": ("--num_gpus", "2", "--pipeline_parallel_size", "2"),
 }
 # Text that not just any text will do for.
-WORDS = {"gpu": "2x4090", "interconnect": "pcie4", "network": "25gb"}
+WORDS = {
+    "gpu": "2x4090", "interconnect": "pcie4", "network": "25gb", "pipeline_layers": "9,7",
+}  # fmt: skip
 
 
 def test_every_key_is_a_flag_with_underscores_or_dashes() -> None:
@@ -89,12 +92,14 @@ def test_every_key_is_a_flag_with_underscores_or_dashes() -> None:
     for key, schema in Job.model_json_schema()["properties"].items():
         options = schema.get("anyOf", [schema])
         choices = options[0].get("enum") or [options[0].get("const")]
-        value = str(choices[0] or samples.get(options[0]["type"], WORDS.get(key, "24gb")))
+        kind = options[0]["type"] if not choices[0] else None
+        value = str(choices[0] or WORDS.get(key) or samples.get(kind, "24gb"))
         for flag in (f"--{key}", f"--{key.replace('_', '-')}"):
             words = (flag, value), (f"{flag}={value}",)
             first, second = (from_flags(*pair, *BESIDE.get(key, ())) for pair in words)
             assert first == second
-            assert str(getattr(first, key)).lower().strip("[']") in (value, f"{value}.0")
+            found = str(getattr(first, key)).lower().strip("[']").replace(", ", ",")
+            assert found in (value, f"{value}.0")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +246,21 @@ def test_tables_of_names_agree() -> None:
         (
             {"num_gpus": 2, "pipeline_parallel_size": 2, "virtual_pipeline_stages": 2},
             "virtual_pipeline_stages 2 is for pipeline_schedule interleaved, and it is 1f1b",
+        ),
+        ({"pipeline_layers": "2,x"}, "['2', 'x'] is not accepted; it must be a comma-separated"),
+        ({"pipeline_layers": "2,1"}, "2,1 is for a pipeline; set pipeline_parallel_size to"),
+        (
+            {"num_gpus": 2, "pipeline_parallel_size": 2, "pipeline_layers": [1, 2, 1]},
+            "pipeline_layers 1,2,1 has 3 numbers, and pipeline_parallel_size 2 needs 2",
+        ),
+        (
+            {
+                "num_gpus": 2,
+                "pipeline_parallel_size": 2,
+                "pipeline_schedule": "interleaved",
+                "pipeline_layers": [1, 2],
+            },
+            "pipeline_parallel_size 2 x virtual_pipeline_stages 2 needs 4",
         ),
         (
             {"nnodes": 2, "node_rank": 2},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tightfit.errors import UnsupportedError
 from tightfit.facts.job import Job
 from tightfit.planner.degrees import leanest, shardings_of
 from tightfit.policies import ShardingPolicy
@@ -70,6 +71,11 @@ def test_replicas_are_whole_machines(job: MakeJob) -> None:
         ({"pipeline_parallel_size": 4}, "pipeline_parallel", 4),
         ({"data_parallel_replicas": 2}, "replicas", 2),
         ({"zero_stage": 2}, "zero_stage", 2),
+        (
+            {"pipeline_parallel_size": 4, "pipeline_layers": [7, 8, 8, 9]},
+            "stage_layers",
+            (7, 8, 8, 9),
+        ),
     ],
 )
 def test_a_size_that_is_named_stays(
@@ -77,6 +83,12 @@ def test_a_size_that_is_named_stays(
 ) -> None:
     found = shardings_of(job(num_gpus=8, train_batch_size=8, **keys), LLAMA)
     assert {getattr(sharding, field) for sharding in found} == {value}
+
+
+def test_stages_are_not_given_other_layers_than_there_are(job: MakeJob) -> None:
+    keys = {"num_gpus": 2, "pipeline_parallel_size": 2, "pipeline_layers": [16, 15]}
+    with pytest.raises(UnsupportedError, match=r"16 \+ 15 = 31, and the model has 32 layers"):
+        shardings_of(job(**keys), LLAMA)
 
 
 def test_the_leanest_share_everything_out(job: MakeJob) -> None:

@@ -302,6 +302,12 @@ class Job(BaseModel):
     virtual_pipeline_stages: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Runs of layers on each stage if the schedule is interleaved; empty: 2."
     )
+    pipeline_layers: list[PositiveInt] = Field(
+        default_factory=list,
+        description="How many layers each stage has, like 7,8,8,9; with several runs on each stage "
+        "how many each run has, in the order of the model. Empty: as many parameters on each, or "
+        "where that does not fit as many as do.",
+    )
     allow: list[Literal["split-master", "8bit-optimizer", "lora", "qlora"]] = Field(
         default_factory=list,
         description="What the planner may change although it alters numbers, where nothing fits "

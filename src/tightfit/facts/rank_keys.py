@@ -57,6 +57,8 @@ def rank_contradictions(job: Mapping[str, Any]) -> Iterator[str]:
             f"virtual_pipeline_stages {job['virtual_pipeline_stages']} is for pipeline_schedule "
             f"interleaved, and it is {job['pipeline_schedule']}"
         )
+    if job["pipeline_layers"]:
+        yield from _layers_of_other_stages(job)
     if job["node_rank"] >= machines:
         yield (
             f"node_rank {job['node_rank']}: machines are counted from 0, and nnodes is {machines}; "
@@ -64,6 +66,25 @@ def rank_contradictions(job: Mapping[str, Any]) -> Iterator[str]:
         )
     if job["adapt"]:
         yield from _adapts_in_vain(job)
+
+
+def _layers_of_other_stages(job: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers of layers that are not one for each run on each stage."""
+    given, stages = job["pipeline_layers"], job["pipeline_parallel_size"]
+    said, interleaved = ",".join(map(str, given)), job["pipeline_schedule"] == "interleaved"
+    if stages in ("auto", 1):
+        yield (
+            f"pipeline_layers {said} is for a pipeline; set pipeline_parallel_size to the number "
+            "of its stages, 2 or more"
+        )
+        return
+    chunks = (job["virtual_pipeline_stages"] or 2) if interleaved else 1
+    if len(given) != stages * chunks:
+        times = f" x virtual_pipeline_stages {chunks}" if interleaved else ""
+        yield (
+            f"pipeline_layers {said} has {len(given)} numbers, and pipeline_parallel_size "
+            f"{stages}{times} needs {stages * chunks}"
+        )
 
 
 def _adapts_in_vain(job: Mapping[str, Any]) -> Iterator[str]:

@@ -274,7 +274,7 @@ _COMMUNICATION = (
     ),
     Entry("pipeline.stages", _COUNT, "pipeline_parallel_size"),
     *(
-        Entry(f"pipeline.{name}", _BLOCK, here="stages have as many layers each as the others")
+        Entry(f"pipeline.{name}", _BLOCK, here="pipeline_layers cuts the model")
         for name in (
             "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned",
             "grad_partitioned", "use_reentrant",

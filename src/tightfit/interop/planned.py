@@ -40,6 +40,8 @@ def planned_keys(job: Job, policies: Policies) -> dict[str, Any]:
         keys["offload_optimizer_fraction"] = placement.optimizer_fraction
     if placement.parameters is not Tier.DEVICE:
         keys["offload_param_fraction"] = placement.parameter_fraction
+    if sharding.stage_layers:
+        keys["pipeline_layers"] = list(sharding.stage_layers)
     if policies.adapter is not None:
         keys["lora_rank"] = policies.adapter.rank
         keys["lora_alpha"] = policies.adapter.alpha

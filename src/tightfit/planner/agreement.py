@@ -76,6 +76,7 @@ def _sharding_agreement(sharding: ShardingPolicy, job: Job) -> dict[str, bool]:
         agreement |= {
             "pipeline_schedule": job.pipeline_schedule == sharding.pipeline_schedule,
             "virtual_pipeline_stages": job.runs_per_stage == sharding.virtual_stages,
+            "pipeline_layers": tuple(job.pipeline_layers) in ((), sharding.stage_layers),
         }
     return agreement
 

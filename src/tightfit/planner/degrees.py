@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tightfit.bill.stages import check_adds_up
 from tightfit.facts.job import Job
 from tightfit.facts.rank_keys import divisors
 from tightfit.policies import PipelineSchedule, ShardingPolicy
@@ -21,7 +22,13 @@ def shardings_of(job: Job, config: Mapping[str, Any] | None = None) -> tuple[Sha
     Args:
         config: of the model; without it all layers share no matrices and make no stages, unless
             the job says so.
+
+    Raises:
+        UnsupportedError: the job gives stages more or fewer layers than the model has.
     """
+    layers = (config or {}).get("num_hidden_layers")
+    if job.pipeline_layers and layers:
+        check_adds_up(job.pipeline_layers, layers)
     found = [
         sharding
         for stages in _stages(job, config or {})
@@ -89,7 +96,8 @@ def _stages(job: Job, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _shared_out(job: Job, tensor: int, stages: int) -> Iterator[ShardingPolicy]:
     data = job.ranks // (tensor * stages)
-    order = (PipelineSchedule(job.pipeline_schedule), job.runs_per_stage) if stages > 1 else ()
+    cut = tuple(job.pipeline_layers)
+    order = (PipelineSchedule(job.pipeline_schedule), job.runs_per_stage, cut) if stages > 1 else ()
     for replicas in _replicas(job, data, tensor):
         for stage in _zero_stages(job, data, replicas):
             yield ShardingPolicy(job.ranks, stage, tensor, stages, replicas, *order)

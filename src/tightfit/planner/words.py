@@ -50,6 +50,8 @@ def techniques(policies: Policies) -> dict[str, str]:
             chosen["pipeline_schedule"] = str(sharding.pipeline_schedule)
         if sharding.virtual_stages > 1:
             chosen["virtual_pipeline_stages"] = str(sharding.virtual_stages)
+        if sharding.stage_layers:
+            chosen["pipeline_layers"] = ",".join(map(str, sharding.stage_layers))
     return chosen
 
 
@@ -105,7 +107,16 @@ def _describe_sharding(policies: Policies) -> Iterator[str]:
         yield f"tensor parallel {sharding.tensor_parallel}"
     if sharding.pipeline_parallel > 1:
         times = f" x {sharding.virtual_stages}" if sharding.virtual_stages > 1 else ""
-        yield f"pipeline of {sharding.pipeline_parallel}{times} stages"
+        yield f"pipeline of {sharding.pipeline_parallel}{times} stages{_cut(sharding)}"
+
+
+def _cut(sharding: ShardingPolicy) -> str:
+    return f" (layers {layers_of_runs(sharding)})" if sharding.stage_layers else ""
+
+
+def layers_of_runs(sharding: ShardingPolicy) -> str:
+    """How many each has, as people say it."""
+    return ", ".join(map(str, sharding.stage_layers))
 
 
 def _describe_numerics(policies: Policies) -> Iterator[str]:
@@ -164,4 +175,4 @@ def count_techniques(policies: Policies) -> int:
 
 def _count_sharding(sharding: ShardingPolicy) -> int:
     groups = (sharding.tensor_parallel, sharding.pipeline_parallel, sharding.replicas)
-    return sharding.zero_stage + sum(size > 1 for size in groups)
+    return sharding.zero_stage + sum(size > 1 for size in groups) + bool(sharding.stage_layers)
