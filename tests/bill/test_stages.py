@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
+from collections.abc import Iterable
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.bill.stages import stage_layers
+from tightfit.bill.stages import least_full, split_evenly, stage_layers
 from tightfit.errors import UnsupportedError
 
 
@@ -74,3 +75,37 @@ def test_layers_that_are_given_are_taken_if_they_are_all(given: list[int], more:
     found = stage_layers([1] * layers, 0, 0, len(given), given=given)
     assert [len(run) for run in found] == given
     assert [number for run in found for number in run] == list(range(layers))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.integers(0, 6),
+)
+def test_no_other_numbers_of_layers_make_the_fullest_less_full(
+    costs: list[tuple[int, int]], chunks: int, more: int
+) -> None:
+    """Each stage has what its end costs, and what a layer costs there."""
+    stages = len(costs)
+    layers = stages * chunks + more
+
+    def full(stage: int, own: int) -> int:
+        return costs[stage][0] + costs[stage][1] * own
+
+    def fullest(numbers: Iterable[int]) -> int:
+        return max(full(stage, own) for stage, own in enumerate(numbers))
+
+    found = least_full(layers, stages, full, chunks)
+    every = product(range(chunks, chunks + more + 1), repeat=stages)
+    assert min(found) >= chunks
+    assert fullest(found) == min(fullest(one) for one in every if sum(one) == sum(found) == layers)
+
+
+@given(st.lists(st.integers(3, 9), min_size=1, max_size=4), st.integers(1, 3))
+def test_runs_of_a_stage_are_as_even_as_they_can_be(layers: list[int], chunks: int) -> None:
+    runs = split_evenly(layers, chunks)
+    for stage, own in enumerate(layers):
+        its = runs[stage :: len(layers)]
+        assert sum(its) == own
+        assert sorted(its) == list(its)
+        assert its[-1] - its[0] <= 1

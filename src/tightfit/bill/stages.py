@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from tightfit.errors import UnsupportedError
 
@@ -78,6 +80,44 @@ def check_adds_up(given: Sequence[int], layers: int) -> None:
         raise UnsupportedError(
             f"pipeline_layers {added} = {sum(given)}, and the model has {layers} layers"
         )
+
+
+def split_evenly(layers: Sequence[int], chunks: int) -> tuple[int, ...]:
+    """The layers of each run, in the order of the model, where each stage has so many in all: its
+    later runs have those that are left over, as fewer micro-batches are in them at a time.
+
+    Args:
+        layers: of each stage, `chunks` or more.
+    """
+    return tuple(
+        own // chunks + (chunk >= chunks - own % chunks)
+        for chunk in range(chunks)
+        for own in layers
+    )
+
+
+Key = TypeVar("Key", int, tuple[int, int])
+
+
+def least_full(
+    layers: int, stages: int, full: Callable[[int, int], Key], chunks: int = 1
+) -> list[int]:
+    """How many layers each stage has where the fullest is least full; `chunks` at least.
+
+    Each layer goes to the stage that is least full with it, which is best as nobody gets emptier
+    by a layer; of equal ones to the later one, which has fewer micro-batches at a time.
+
+    Args:
+        full: how full a stage of this number is with so many layers.
+    """
+    found = [chunks] * stages
+    waiting = [(full(stage, chunks + 1), -stage) for stage in range(stages)]
+    heapify(waiting)
+    for _ in range(layers - chunks * stages):
+        _, stage = waiting[0]
+        found[-stage] += 1
+        heapreplace(waiting, (full(-stage, found[-stage] + 1), stage))
+    return found
 
 
 def _runs(ends: tuple[int, ...]) -> list[range]:

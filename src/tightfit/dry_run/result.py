@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tightfit.bill.table import MemoryTable
@@ -30,6 +30,10 @@ class DryRun:
         frozen: number of parameters that do not, over all ranks, kept in the job's precision.
         quantised: number of parameters that do not, over all ranks, kept in few bits.
         trained_tensors: how many tensors the trainable ones are.
+        stages: of a pipeline, by their numbers, the tables of those that were run, as the engine
+            allocates; others take no more than an earlier one that is not the first.
+        stage_layers: how many layers each run of a pipeline's layers has, in the order of the
+            model.
         notes: what of the table comes from a closed form, because the engine cannot do it yet.
     """
 
@@ -40,6 +44,8 @@ class DryRun:
     shape: Shape
     notes: tuple[str, ...] = ()
     trained_tensors: int = 0
+    stages: Mapping[int, MemoryTable] = field(default_factory=dict)
+    stage_layers: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain values."""
@@ -51,6 +57,8 @@ class DryRun:
             "shape": asdict(self.shape),
             "notes": list(self.notes),
             "trained_tensors": self.trained_tensors,
+            "stages": {str(number): table.to_json() for number, table in self.stages.items()},
+            "stage_layers": list(self.stage_layers),
         }
 
     @classmethod
@@ -68,4 +76,6 @@ class DryRun:
             Shape(**data["shape"]),
             tuple(data["notes"]),
             int(data["trained_tensors"]),
+            {int(k): MemoryTable.from_json(table) for k, table in data["stages"].items()},
+            tuple(map(int, data["stage_layers"])),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from tightfit import ledger
 from tightfit.bill.runtime import Capability
-from tightfit.bill.table import Kind, Phase
+from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.bill.timetable import enough_micro_batches
 from tightfit.dry_run.allocator import CachingAllocator
 from tightfit.dry_run.assumed import exchange_states, nearest, tensors_of
@@ -51,10 +51,15 @@ class Job:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What a ledger saw, and what torch's allocator on a card would hold beyond it."""
+    """What a ledger saw, and what torch's allocator on a card would hold beyond it.
+
+    Attributes:
+        stages: the tables of single stages of a pipeline by their numbers.
+    """
 
     sections: Sections
     allocator_bytes: int
+    stages: Mapping[int, MemoryTable] = field(default_factory=dict)
 
 
 def run(
@@ -68,8 +73,10 @@ def run(
     """See `dry_run`."""
     chosen = nearest(wanted)
     job = Job(_briefly(chosen.policies), workload, card)
+    layers: tuple[int, ...] = ()
     if wanted.sharding.pipeline_parallel > 1:
         counted = _fullest_stages(config, job)
+        layers = tuple(map(len, _stage_runs(config, wanted.sharding)))
     else:
         counted = _counted(config, job, full_depth=full_depth)
     table = table_of_sections(counted.sections)
@@ -98,6 +105,8 @@ def run(
         ),
         chosen.notes,
         sum(tensor.trainable for tensor in tensors),
+        counted.stages,
+        layers,
     )
 
 
@@ -109,7 +118,8 @@ def _fullest_stages(config: PretrainedConfig, job: Job) -> _Counted:
     sharding = job.policies.sharding
     per_stage = sharding.ranks // sharding.pipeline_parallel
     numbers = _stages_that_may_be_fullest(config, sharding)
-    stages = [_program(config, job, rank=per_stage * number) for number in numbers]
+    by_number = {number: _program(config, job, rank=per_stage * number) for number in numbers}
+    stages = by_number.values()
     names = {name: None for stage in stages for name in stage.sections}
     fullest: Sections = {
         name: {
@@ -121,20 +131,22 @@ def _fullest_stages(config: PretrainedConfig, job: Job) -> _Counted:
         }
         for name in names
     }
-    return _Counted(fullest, max(stage.allocator_bytes for stage in stages))
+    return _Counted(
+        fullest,
+        max(stage.allocator_bytes for stage in stages),
+        {number: table_of_sections(stage.sections) for number, stage in by_number.items()},
+    )
 
 
 def _stages_that_may_be_fullest(config: PretrainedConfig, sharding: ShardingPolicy) -> list[int]:
     """The first and the last, which have an end of the model, and of those between them all that no
     earlier one exceeds: it has as many micro-batches in flight at least, and where layers are
     alike more of them is more."""
-    stages, chunks = sharding.pipeline_parallel, sharding.virtual_stages
+    stages = sharding.pipeline_parallel
     numbers = list(range(stages))
     if len(set(layer_signatures(config))) > 1:
         return numbers
-    with torch.device("meta"):
-        model = build_model(config, torch.float32)
-        runs = stage_runs(model, stages, chunks, sharding.stage_layers)
+    runs = _stage_runs(config, sharding)
     layers = [[len(run) for run in runs[number::stages]] for number in numbers]
     return [
         number
@@ -145,6 +157,14 @@ def _stages_that_may_be_fullest(config: PretrainedConfig, sharding: ShardingPoli
             for earlier in range(1, number)
         )
     ]
+
+
+def _stage_runs(config: PretrainedConfig, sharding: ShardingPolicy) -> list[range]:
+    with torch.device("meta"):
+        model = build_model(config, torch.float32)
+    return stage_runs(
+        model, sharding.pipeline_parallel, sharding.virtual_stages, sharding.stage_layers
+    )
 
 
 def _counted(config: PretrainedConfig, job: Job, *, full_depth: bool) -> _Counted:
