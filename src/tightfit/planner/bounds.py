@@ -8,7 +8,7 @@ backward, with the scratch of the operations at that moment, grows with m along 
 at or above zero: one of k sequences takes k/m of it at least, and a larger one as much. What layers
 leave does not depend on the loss. Activations count on the tier where they wait.
 However data-parallel ranks share states out, each leaves as much; n tensor ranks leave a part of n
-at least, and a stage of a pipeline its layers' part, once for each micro-batch in flight.
+at least, and a stage of a pipeline what `stage_bounds.py` says.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.bill.model_states import state_widths
 from tightfit.bill.on_disk import SLOTS
-from tightfit.bill.stages import layout_of
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
-from tightfit.bill.timetable import most_in_flight
 from tightfit.dry_run import DryRun
 from tightfit.planner.fractions import share_leaving, state_bytes
+from tightfit.planner.stage_bounds import (
+    SeenStage,
+    StageBound,
+    is_uncut,
+    parameters_of_parts,
+    uncut,
+)
 from tightfit.policies import (
     AdapterPolicy,
     CheckpointingPolicy,
@@ -98,6 +103,7 @@ class LowerBounds:
 
     sequence_length: int
     _seen: dict[_Layers, list[_Seen]] = field(default_factory=lambda: defaultdict(list))
+    _stages: dict[_Layers, list[SeenStage]] = field(default_factory=lambda: defaultdict(list))
     _beside: dict[Hashable, dict[Tier, Kinds]] = field(default_factory=dict)
 
     def learn(self, policies: Policies, run: DryRun) -> None:
@@ -123,6 +129,7 @@ class LowerBounds:
                     sum(away),
                 )
             )
+        self._stages[_layers(policies)].extend(_seen_stages(policies, run))
 
     def states(self, policies: Policies, run: DryRun) -> MemoryTable:
         """Model states alone, whatever the batch: gradients count in the step, where all are there,
@@ -149,11 +156,11 @@ class LowerBounds:
         least = self.states(policies, run)
         stay = policies.placement.activations is Tier.DEVICE
         states = sum(least.peaks[Phase.FORWARD][Tier.DEVICE].values())
-        device = self._least_on_device(policies, run, states, stay=stay)
-        least = least.plus(Tier.DEVICE, Kind.ACTIVATIONS, device, Phase.FORWARD)
         whole = _gathered(policies, run)
+        device = self._least_on_device(policies, run, states + whole, stay=stay)
+        least = least.plus(Tier.DEVICE, Kind.ACTIVATIONS, device, Phase.FORWARD)
         least = least.plus(Tier.DEVICE, Kind.COLLECTIVES, whole, Phase.FORWARD)
-        if not stay:
+        if not stay and not is_uncut(policies):
             host = _most(one.least_host_bytes(policies) for one in self._of_same_loss(policies))
             least = least.plus(Tier.HOST, Kind.ACTIVATIONS, host, Phase.FORWARD)
         return self._with_the_rest(policies, least)
@@ -161,12 +168,13 @@ class LowerBounds:
     def _least_on_device(self, policies: Policies, run: DryRun, states: int, *, stay: bool) -> int:
         """What comes to the `states` of an average stage in forward or backward."""
         layer, end = _visiting(policies, run)
+        of_layers = self._least_of_layers(policies, run) if stay else 0
+        if policies.sharding.pipeline_parallel > 1:
+            seen = tuple(one for one in self._stages[_layers(policies)] if one.is_of(policies))
+            return StageBound(policies, run, states, of_layers, seen, stay).beyond_average()
         measured = _most(
             one.least_bytes(policies, activations_stay=stay) for one in self._of_same_loss(policies)
         )
-        of_layers = self._least_of_layers(policies, run) if stay else 0
-        if policies.sharding.pipeline_parallel > 1:
-            return max(measured, _most(_beyond_average(policies, run, states, of_layers)))
         of_the_loss = self._least_of_the_loss(policies, run)
         return max(measured, layer, end + of_layers + of_the_loss)
 
@@ -188,7 +196,7 @@ class LowerBounds:
         return self._with_the_rest(policies, states)
 
     def _with_the_rest(self, policies: Policies, step: MemoryTable) -> MemoryTable:
-        keys = _beside_training(policies)
+        keys = {} if is_uncut(policies) else _beside_training(policies)
         beside = {phase: self._beside[key] for phase, key in keys.items() if key in self._beside}
         return MemoryTable({**step.peaks, **beside})
 
@@ -227,7 +235,7 @@ def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
     placement = policies.placement
     if placement.parameters is Tier.DEVICE or policies.sharding.ranks > 1:
         return 0, 0  # of what ranks share it is a part, which is not counted
-    inside, end = _sizes(run)
+    inside, end = parameters_of_parts(run)
     widths = state_widths(policies)
     width = min(widths.trainable, widths.frozen)
     leaves = share_leaving(placement.parameter_fraction, run, trained=False) == 1
@@ -237,7 +245,7 @@ def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
 def _gathered(policies: Policies, run: DryRun) -> int:
     """Whole parameters beside this rank's shards from the first layer's forward to its backward
     (the table in engine/sharding.py): all of an average stage, or in ZeRO-3 what is in no layer."""
-    sharding, (_, end) = policies.sharding, _sizes(run)
+    sharding, (_, end) = policies.sharding, parameters_of_parts(run)
     if sharding.shards == 1 or policies.adapter is not None:
         return 0
     count = run.trainable / sharding.pipeline_parallel
@@ -247,36 +255,21 @@ def _gathered(policies: Policies, run: DryRun) -> int:
     return int(state_widths(policies).trainable * count / sharding.tensor_parallel)
 
 
-def _sizes(run: DryRun) -> tuple[int, int]:
-    """Parameters of an average layer, and of the embedding or output layer."""
-    shape = run.shape
-    end = shape.vocab_size * shape.hidden_size
-    total = run.trainable + run.frozen + run.quantised
-    return max(0, total - (1 if shape.tied else 2) * end) // shape.layers, end
-
-
-def _beyond_average(policies: Policies, run: DryRun, states: int, of_layers: int) -> Iterator[int]:
-    """Of each stage: what its layers leave, and by how much its states exceed a stage's average.
-
-    Args:
-        states: of an average stage.
-        of_layers: what all layers leave of one micro-batch.
-    """
-    sharding, shape, steps = policies.sharding, run.shape, policies.batch.accumulation_steps
-    stages = sharding.pipeline_parallel
-    total = run.trainable + run.frozen + run.quantised
-    inside, end = _sizes(run)
-    if run.quantised:  # a stage's bytes do not go with its parameters
-        yield of_layers // stages
-        return
-    sizes = stages, sharding.virtual_stages
-    runs = layout_of(shape.layers, inside, end, *sizes)
-    for number in range(stages):
-        layers = [len(run) for run in runs[number::stages]]
-        own = sum(layers) * inside + end * (number in (0, stages - 1))
-        in_flight = most_in_flight(sharding.pipeline_schedule, number, *sizes, steps)
-        left = of_layers * min(layers) / shape.layers * in_flight
-        yield int(left + states * (own * stages / total - 1))
+def _seen_stages(policies: Policies, run: DryRun) -> Iterator[SeenStage]:
+    """What each stage that was run had of the batch, without what states do."""
+    stages = policies.sharding.pipeline_parallel
+    for number, table in run.stages.items():
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            device = table.peaks.get(phase, {}).get(Tier.DEVICE, {})
+            yield SeenStage(
+                policies.loss,
+                uncut(policies.sharding),
+                number,
+                run.stage_layers[number::stages],
+                policies.batch.micro_batch_size,
+                device.get(Kind.LOGITS, 0) + device.get(Kind.TEMPORARIES, 0),
+                device.get(Kind.ACTIVATIONS, 0),
+            )
 
 
 def _beside_training(policies: Policies) -> dict[Phase, Hashable]:

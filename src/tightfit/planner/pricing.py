@@ -82,6 +82,14 @@ def _whole(
     return table.with_margin()
 
 
+def _without_numbers(policies: Policies, *, full_depth: bool) -> tuple[Policies, bool]:
+    """All that a dry run depends on; a pipeline is run at full depth always."""
+    optimizer = policies.optimizer
+    states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
+    deep = full_depth or policies.sharding.pipeline_parallel > 1
+    return replace(policies, optimizer=states), deep
+
+
 @dataclass
 class Pricing:
     """Prices of one model and workload on one machine.
@@ -110,16 +118,18 @@ class Pricing:
 
     def run(self, policies: Policies, *, full_depth: bool = False) -> DryRun:
         """The dry run of `policies`; what the optimizer's numbers are does not matter to it."""
-        optimizer = policies.optimizer
-        states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
-        key = (replace(policies, optimizer=states), full_depth)
+        key = _without_numbers(policies, full_depth=full_depth)
         if key not in self._runs:
             self.observe(policies)
             self._runs[key] = dry_run(
-                self.config, policies, self.workload, full_depth=full_depth, card=self.card
+                self.config, policies, self.workload, full_depth=key[1], card=self.card
             )
             self._least.learn(policies, self._runs[key])
         return self._runs[key]
+
+    def was_run(self, policies: Policies) -> bool:
+        """Whether there is a dry run of `policies`, of a few layers at least."""
+        return _without_numbers(policies, full_depth=False) in self._runs
 
     def bill(self, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
         """The dry run's table with the margin added."""
