@@ -2,22 +2,24 @@
 
 Of candidates whose fraction is open only as much leaves the device as is missing. That is found
 from the bill of those that send all of it away, then priced. Nothing is taken for faster because
-something leaves: what fits without comes first.
+something leaves: what fits without comes first. Where a pipeline does not fit, its stages get
+other layers, as their bills say, and it takes the place of the time that it then has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from tightfit.planner.fitting import Fitting, possible
 from tightfit.planner.fractions import fraction_of, layer_bytes, least_leaving, with_fraction
 from tightfit.planner.options import Options
+from tightfit.planner.stage_bounds import is_uncut
 from tightfit.planner.words import count_techniques
 from tightfit.policies import PlacementPolicy, Policies, Tier
 
-_MOST_TRIES = 3  # of a fraction; each costs dry runs
+_MOST_TRIES = 3  # of a fraction, and of other layers for stages; each costs dry runs
 
 
 @dataclass(order=True)
@@ -33,6 +35,7 @@ class _Entry:
         name: the field of its placement that is open; None where nothing is.
         layers: how many leave; 0 where that is still to be found.
         tries: bills that were asked for.
+        cuts: the layers of stages that were tried before these.
     """
 
     seconds: float
@@ -43,6 +46,7 @@ class _Entry:
     name: str | None = field(default=None, compare=False)
     layers: int = field(default=0, compare=False)
     tries: int = field(default=0, compare=False)
+    cuts: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
 
 @dataclass
@@ -65,6 +69,8 @@ class FirstFit:
             if entry.name is None:
                 if self.fitting.fits(entry.whole):
                     return entry.whole
+                for other in self._other_layers(entry):
+                    heappush(queue, other)
                 continue
             if entry.tries and self.fitting.fits(self._policies(entry)):
                 return self._policies(entry)
@@ -72,6 +78,22 @@ class FirstFit:
             if following is not None:
                 heappush(queue, following)
         return None
+
+    def _other_layers(self, entry: _Entry) -> Iterator[_Entry]:
+        """The candidate with other layers for its stages, once for each way to have less of it
+        leave; nothing where they were given, or no other ones are known."""
+        if len(entry.cuts) == _MOST_TRIES or not (entry.cuts or is_uncut(entry.whole)):
+            return
+        layers = self.fitting.layers_that_fit(entry.whole)
+        cuts = (*entry.cuts, entry.whole.sharding.stage_layers)
+        if layers is None or layers in cuts:
+            return
+        sharding = replace(entry.whole.sharding, stage_layers=layers)
+        whole = replace(entry.whole, sharding=sharding)
+        for name in (None, *self._open(whole)):
+            other = self._entry(entry.number, whole, name)
+            other.cuts = cuts
+            yield other
 
     def _open(self, policies: Policies) -> tuple[str, ...]:
         """The fraction that is open, if one is and the engine can do with less than all."""

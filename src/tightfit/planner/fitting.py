@@ -13,6 +13,7 @@ from tightfit.engine.supported import engine_lacks
 from tightfit.errors import UnsupportedError
 from tightfit.planner.plan import Candidate, Limits
 from tightfit.planner.pricing import Pricing
+from tightfit.planner.stage_cuts import fullest_stage_bytes, layers_that_fit
 from tightfit.planner.words import count_techniques
 from tightfit.policies import Policies
 from tightfit.units import format_bytes, format_seconds
@@ -80,6 +81,23 @@ class Fitting:
     def first_that_would(self, candidates: Iterable[Policies]) -> Policies | None:
         """The first of them that would fit, the most promising first; None where none does."""
         return next(filter(self.would_fit, self.by_promise(candidates)), None)
+
+    def layers_that_fit(self, policies: Policies) -> tuple[int, ...] | None:
+        """How many layers the runs of a pipeline would have so that the device is large enough, by
+        the bills of its stages; asks for no other.
+
+        None where no bill says so yet, where it is not the device that is too small, or where they
+        are those that it has.
+        """
+        if not self.pricing.was_run(policies):
+            return None
+        run, bill = self.pricing.run(policies), self.pricing.bill(policies)
+        use = self.limits.tightest(bill)
+        if use is None or use.name != "device" or use.missing_bytes <= 0:
+            return None
+        beside = use.need_bytes - fullest_stage_bytes(run)
+        found = layers_that_fit(policies, run, use.limit_bytes - beside)
+        return None if found == run.stage_layers else found
 
     def refusal(self, policies: Policies) -> str | None:
         """Why the engine cannot do it with this model; None where it can."""

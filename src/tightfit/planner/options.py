@@ -18,6 +18,8 @@ from tightfit.facts.rank_keys import divisors
 from tightfit.planner.degrees import leanest, shardings_of
 from tightfit.planner.fitting import possible
 from tightfit.planner.placements import PlacementChoices, placement_choices, without_placement
+from tightfit.planner.stage_bounds import in_flight
+from tightfit.planner.words import layers_of_runs
 from tightfit.policies import (
     AdapterPolicy,
     AttentionKernel,
@@ -313,9 +315,21 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
     if policies.sharding.zero_stage:
         plain = replace(policies.sharding, zero_stage=0, replicas=1)
         yield f"ZeRO-{policies.sharding.zero_stage}", replace(policies, sharding=plain)
+    if policies.sharding.stage_layers:
+        uncut = replace(policies.sharding, stage_layers=())
+        yield _stage_layers(policies), replace(policies, sharding=uncut)
     yield from without_placement(policies)
     if policies.adapter is not None and policies.quantisation is None:
         yield "LoRA", _without_adapter(policies)
+
+
+def _stage_layers(policies: Policies) -> str:
+    """Layers beside what a stage has at a time of each of them."""
+    said = f"layers {layers_of_runs(policies.sharding)} on stages"
+    times = ", ".join(map(str, in_flight(policies)))
+    if policies.sharding.virtual_stages > 1:
+        return f"{said} through whose runs {times} forwards are in flight"
+    return f"{said} that keep {times} micro-batches"
 
 
 def _without_adapter(policies: Policies) -> Policies:
