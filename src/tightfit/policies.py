@@ -115,11 +115,18 @@ class ShardingPolicy:
 @dataclass(frozen=True)
 class LossPolicy:
     """Cross-entropy; `chunk_tokens` positions at a time when chunked, `slice_rows` of the output
-    layer when sliced."""
+    layer when sliced. What it has beside is in training only (`engine/loss_terms.py`)."""
 
     kind: LossKind = LossKind.FULL
     chunk_tokens: int = 256
     slice_rows: int = 4096
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether there is anything but cross-entropy."""
+        return bool(self.label_smoothing or self.z_loss)
 
 
 @dataclass(frozen=True)

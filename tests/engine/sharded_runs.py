@@ -105,6 +105,10 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpointing": CheckpointingPolicy(True)},
     "chunk": {"loss": LossPolicy(LossKind.CHUNKED, 5)},
     "slice": {"loss": LossPolicy(LossKind.SLICED, slice_rows=7)},
+    "smooth": {"loss": LossPolicy(LossKind.CHUNKED, 5, label_smoothing=0.1, z_loss=1e-2)},
+    "smooth-slice": {
+        "loss": LossPolicy(LossKind.SLICED, slice_rows=7, label_smoothing=0.1, z_loss=1e-2)
+    },
     "host": {"placement": PlacementPolicy(Tier.HOST, Tier.HOST)},
     "late": {"placement": PlacementPolicy(Tier.DEVICE, Tier.HOST, lazy_step=True)},
     "away": {"placement": PlacementPolicy(*[Tier.HOST] * 4, lazy_step=True)},
@@ -234,7 +238,7 @@ MORE_TENSOR = {
     ],
     4: [
         "0 tp4 eager accumulate",
-        "0 tp2 accumulate chunk late",
+        "0 tp2 accumulate smooth late",
         "3 tp2 qwen2 host chunk discard",
     ],
 }
@@ -243,7 +247,7 @@ EVERY_MODEL = ["", "qwen2", "qwen3 chunk", "moe", "phi3 checkpoint", "gemma2 eag
 TWO_BY_TWO = ["0 tp2", "1 tp2 accumulate", "2 tp2", "3 tp2", "3 hsdp2"]
 GRID = {
     2: [f"0 tp2 {model}" for model in [*EVERY_MODEL, "droppy", "wide qlora", "lora far"]],
-    3: [f"0 tp3 smollm2 {words}" for words in ("", "chunk", "slice accumulate", "lora")],
+    3: [f"0 tp3 smollm2 {words}" for words in ("", "chunk", "smooth-slice accumulate", "lora")],
     4: [
         *(f"{sharing} {model}" for sharing in TWO_BY_TWO for model in EVERY_MODEL),
         *(f"0 tp4 {words}" for words in ("", "qwen2 slice", "qwen3 chunk", "lora", "wide qlora")),

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from tightfit import ledger
 from tightfit.bill.table import Kind
 from tightfit.engine.loss_scale import LossScale
+from tightfit.engine.loss_terms import NO_TERMS, LossTerms
 from tightfit.engine.sliced_loss import SlicedLoss, next_token_targets
 from tightfit.engine.vocabulary import Vocabulary, part_of
 from tightfit.errors import UnsupportedError
@@ -52,6 +53,8 @@ def apply_loss(
     if policy.kind is LossKind.FULL:
         if head is not None:
             head.register_forward_hook(_mark_logits)
+            if policy.has_terms:
+                model.loss_function = functools.partial(_full_loss, LossTerms.of(policy, head))
         return None
     transform = logit_transform(model.config.to_dict())
     if transform is not None or type(head) is not nn.Linear:
@@ -59,9 +62,9 @@ def apply_loss(
         raise UnsupportedError(
             f"{policy.kind} loss does not work for this model: {reason}; set loss: full"
         )
-    vocabulary = vocabulary or Vocabulary()
+    vocabulary, terms = vocabulary or Vocabulary(), LossTerms.of(policy, head)
     if policy.kind is LossKind.SLICED:
-        sliced = SlicedLoss(head, policy.slice_rows, vocabulary)
+        sliced = SlicedLoss(head, policy.slice_rows, vocabulary, terms)
         _take_over_forward(model, head, sliced)
         return sliced
 
@@ -70,7 +73,7 @@ def apply_loss(
     ) -> torch.Tensor:
         scale = 1.0 if loss_scale is None else loss_scale.value
         return chunked_causal_loss(
-            hidden, labels, head, policy.chunk_tokens, trained_tokens, vocabulary, scale
+            hidden, labels, head, policy.chunk_tokens, trained_tokens, vocabulary, scale, terms
         )
 
     _take_over_forward(model, head, chunked)
@@ -142,8 +145,9 @@ def chunked_causal_loss(
     trained_tokens: int | torch.Tensor | None = None,
     vocabulary: Vocabulary | None = None,
     scale: float = 1.0,
+    terms: LossTerms = NO_TERMS,
 ) -> torch.Tensor:
-    """Mean next-token cross-entropy over the labels that are not -100.
+    """Mean next-token cross-entropy over the labels that are not -100, with `terms`.
 
     Args:
         hidden: `[batch, seq, hidden]`, what the output layer would receive.
@@ -164,7 +168,7 @@ def chunked_causal_loss(
         flat,
         weight,
         bias,
-        _Targets(targets, vocabulary),
+        _Targets(targets, vocabulary, terms.trained()),
         divisor,
         chunk_tokens,
         with_gradients,
@@ -188,9 +192,10 @@ class _Targets:
 
     tokens: torch.Tensor
     vocabulary: Vocabulary
+    terms: LossTerms
 
     def __getitem__(self, piece: slice) -> _Targets:
-        return _Targets(self.tokens[piece], self.vocabulary)
+        return _Targets(self.tokens[piece], self.vocabulary, self.terms)
 
     def within(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which targets are among these logits, `[tokens, rows]`, and where."""
@@ -292,23 +297,32 @@ def _chunk(
 
 
 def _losses_to_probabilities(logits: torch.Tensor, targets: _Targets) -> torch.Tensor:
-    """Sum of cross-entropies over targets that are not ignored; `logits` become probabilities."""
+    """Sum of the losses of targets that are not ignored; `logits` become probabilities, scaled as
+    the terms of the loss want them."""
+    terms = targets.terms
     inside, index = targets.within(logits)
-    logits -= targets.vocabulary.highest(logits.amax(dim=1)).unsqueeze(1)
+    highest = targets.vocabulary.highest(logits.amax(dim=1))
+    logits -= highest.unsqueeze(1)
     at_target = torch.where(inside, logits.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
+    mean = terms.sum_of(logits)
     logits.exp_()
-    sums = torch.stack([logits.sum(dim=1), at_target])
-    normaliser, at_target = targets.vocabulary.total(sums)
-    logits /= normaliser.unsqueeze(1)
-    return torch.where(targets.tokens == IGNORED, 0.0, normaliser.log() - at_target).sum()
+    sums = torch.stack([logits.sum(dim=1), at_target, mean])
+    total, at_target, mean = targets.vocabulary.total(sums)
+    logits /= total.unsqueeze(1)
+    normaliser = total.log()
+    losses = normaliser - at_target
+    if terms != NO_TERMS:
+        whole = normaliser + highest
+        terms.scaled(logits, whole)
+        losses += terms.added(whole, at_target, mean)
+    return torch.where(targets.tokens == IGNORED, 0.0, losses).sum()
 
 
 def _to_logit_gradients(
     probabilities: torch.Tensor, targets: _Targets, divisor: float | torch.Tensor
 ) -> None:
     """(probability - one-hot) / divisor in place, zero where the target is ignored."""
-    inside, index = targets.within(probabilities)
-    probabilities.scatter_add_(1, index.unsqueeze(1), -inside.to(probabilities.dtype).unsqueeze(1))
+    targets.terms.subtract_targets(probabilities, *targets.within(probabilities))
     probabilities *= (targets.tokens != IGNORED).unsqueeze(1) / divisor
 
 
@@ -318,6 +332,25 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total.addmm_(left.T, right)
     else:
         total += left.T @ right
+
+
+def _full_loss(
+    terms: LossTerms,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The loss of all logits, `[batch, seq, vocab]`, with its terms, by autograd."""
+    targets, divisor = next_token_targets(labels, num_items_in_batch)
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    normaliser = flat.logsumexp(dim=1)
+    at_target = flat.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    losses = normaliser - at_target
+    if (own := terms.trained()) != NO_TERMS:
+        losses = losses + own.added(normaliser, at_target, own.sum_of(flat))
+    return torch.where(targets == IGNORED, 0.0, losses).sum() / divisor
 
 
 def _mark_logits(module: nn.Module, inputs: Any, logits: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from tightfit import ledger
 from tightfit.bill.table import Kind
+from tightfit.engine.loss_terms import NO_TERMS, LossTerms
 from tightfit.engine.vocabulary import Vocabulary, part_of
 from tightfit.facts.labels import IGNORED
 from tightfit.ledger import local_part
@@ -46,6 +47,7 @@ class SlicedLoss:
         head: `[vocab, hidden]`.
         slice_rows: rows whose logits live at the same time.
         vocabulary: which rows of the output layer this rank has; slices are of those.
+        terms: of the loss beside cross-entropy.
 
     Attributes:
         prepare: called before backward reads the weight, which may have left the device.
@@ -53,11 +55,16 @@ class SlicedLoss:
     """
 
     def __init__(
-        self, head: nn.Linear, slice_rows: int, vocabulary: Vocabulary | None = None
+        self,
+        head: nn.Linear,
+        slice_rows: int,
+        vocabulary: Vocabulary | None = None,
+        terms: LossTerms = NO_TERMS,
     ) -> None:
         self.head = head
         self.slice_rows = slice_rows
         self.vocabulary = vocabulary or Vocabulary()
+        self.terms = terms
         self.prepare: Callable[[], None] = _nothing
         self.deliver: Deliver | None = None
 
@@ -76,7 +83,7 @@ class SlicedLoss:
         head = self.head
         bias = None if head.bias is None else part_of(head.bias)
         loss: torch.Tensor = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            flat, part_of(head.weight), bias, targets, divisor, self
+            flat, part_of(head.weight), bias, targets, divisor, self, self.terms.trained()
         )
         return loss
 
@@ -103,12 +110,16 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         divisor: int | torch.Tensor,
         layer: SlicedLoss,
+        terms: LossTerms,
     ) -> torch.Tensor:
         """`hidden` is `[tokens, hidden]`, `targets` `[tokens]`."""
-        normaliser, at_target = _normalisers(hidden, targets, layer)
+        normaliser, at_target, mean = _normalisers(hidden, targets, layer)
         ctx.save_for_backward(hidden, normaliser)
         ctx.targets, ctx.divisor, ctx.layer = targets, divisor, layer
-        return torch.where(targets == IGNORED, 0.0, normaliser - at_target).sum() / divisor
+        losses = normaliser - at_target
+        if terms != NO_TERMS:
+            losses += terms.added(normaliser, at_target, mean)
+        return torch.where(targets == IGNORED, 0.0, losses).sum() / divisor
 
     @staticmethod
     @once_differentiable
@@ -118,37 +129,41 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         ctx.layer.prepare()
         trained = (ctx.targets != IGNORED) * (loss_grad / ctx.divisor)
         gradients = _Gradients(ctx, hidden, normaliser, trained)
-        return (*gradients.all(), None, None, None)
+        return (*gradients.all(), None, None, None, None)
 
 
 def _normalisers(
     hidden: torch.Tensor, targets: torch.Tensor, layer: SlicedLoss
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logarithm of the sum of exponentials of each token's logits, and the target's logit."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The logarithm of the sum of exponentials of each token's logits, the target's logit, and
+    their mean if the loss needs it."""
     tokens = hidden.shape[0]
     highest = torch.full((tokens,), -torch.inf, dtype=torch.float32, device=hidden.device)
     total = torch.zeros_like(highest)
     at_target = torch.zeros_like(highest)
+    mean = torch.zeros_like(highest)
     for rows in _slices(layer):
         logits = _logits(hidden, rows, layer)
         at_target += _at_targets(logits, targets, rows, layer.vocabulary)
+        mean += layer.terms.sum_of(logits)
         higher = torch.maximum(highest, logits.amax(1))
         total *= (highest - higher).exp_()
         total += logits.sub_(higher.unsqueeze(1)).exp_().sum(1)
         highest = higher
-    return _over_all_parts(highest, total, at_target, layer.vocabulary)
+    return _over_all_parts(highest, torch.stack([total, at_target, mean]), layer.vocabulary)
 
 
 def _over_all_parts(
-    highest: torch.Tensor, total: torch.Tensor, at_target: torch.Tensor, vocabulary: Vocabulary
-) -> tuple[torch.Tensor, torch.Tensor]:
+    highest: torch.Tensor, sums: torch.Tensor, vocabulary: Vocabulary
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `_normalisers`, from what each part of the vocabulary gives."""
     if vocabulary.group is not None:
         higher = vocabulary.highest(highest.clone())
-        total *= (highest - higher).exp_()
+        sums[0] *= (highest - higher).exp_()
         highest = higher
-        total, at_target = vocabulary.total(torch.stack([total, at_target]))
-    return total.log_().add_(highest), at_target
+        sums = vocabulary.total(sums)
+    total, at_target, mean = sums
+    return total.log_().add_(highest), at_target, mean
 
 
 def _slices(layer: SlicedLoss) -> Iterator[slice]:
@@ -218,7 +233,9 @@ class _Gradients:
         layer = self._layer
         for rows in _slices(layer):
             logits = _logits(hidden, rows, layer).sub_(normaliser.unsqueeze(1)).exp_()
-            _subtract_targets(logits, self._targets, rows, layer.vocabulary)
+            layer.terms.scaled(logits, normaliser)
+            inside, index = layer.vocabulary.within(self._targets, rows)
+            layer.terms.subtract_targets(logits, inside, index)
             logits *= trained.unsqueeze(1)
             if self._bias is not None:
                 self._bias[rows] = logits.sum(0)
@@ -229,15 +246,6 @@ class _Gradients:
                 torch.mm(narrow.T, hidden, out=self._weight[rows])
             elif self._delivers:
                 yield narrow.T @ hidden
-
-
-def _subtract_targets(
-    probabilities: torch.Tensor, targets: torch.Tensor, rows: slice, vocabulary: Vocabulary
-) -> None:
-    """Take 1 from the target's probability of each token whose target is among `rows`."""
-    inside, index = vocabulary.within(targets, rows)
-    here = -inside.unsqueeze(1).to(probabilities.dtype)
-    probabilities.scatter_add_(1, index.unsqueeze(1), here)
 
 
 def _nothing() -> None:

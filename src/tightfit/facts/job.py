@@ -232,6 +232,16 @@ class Job(BaseModel):
         description="Cross-entropy from all logits at once, in chunks of tokens, or in slices of "
         "the vocabulary, whose gradient then leaves the device slice by slice.",
     )
+    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="Share of each target's probability that goes to all tokens alike, in training "
+        "only.",
+    )
+    z_loss: NonNegativeFloat = Field(
+        0.0,
+        description="Weight of the squared logarithm of the softmax's normaliser in the loss of "
+        "each token, in training only; PaLM has 1e-4.",
+    )
     offload_optimizer: Placement = Field(
         "auto",
         description="`cpu`: gradients and optimizer states live on the host; `nvme`: the states "

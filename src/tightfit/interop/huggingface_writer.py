@@ -20,8 +20,9 @@ _OPTIMIZERS = {
 _SAME = (
     "output_dir", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type",
     "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-    "seed", "logging_steps", "eval_strategy", "eval_steps", "per_device_eval_batch_size",
-    "save_strategy", "save_steps", "save_total_limit", "save_only_model", "ddp_timeout",
+    "label_smoothing_factor", "seed", "logging_steps", "eval_strategy", "eval_steps",
+    "per_device_eval_batch_size", "save_strategy", "save_steps", "save_total_limit",
+    "save_only_model", "ddp_timeout",
 )  # fmt: skip
 _SAME_IN_FACTORY = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "cutoff_len", "dataset",

@@ -83,7 +83,6 @@ NOT_YET: dict[str, tuple[tuple[Any, ...], str]] = {
     "load_best_model_at_end": ((), "leave it out"),
     "group_by_length": ((), "leave it out"),
     "neftune_noise_alpha": ((), "leave it out"),
-    "label_smoothing_factor": ((0,), "leave it out"),
 }
 
 # Values that other tools allow for a key that tightfit has too.

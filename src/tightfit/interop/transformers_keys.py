@@ -17,7 +17,8 @@ SAME = (
     "output_dir", "overwrite_output_dir", "per_device_train_batch_size", "num_train_epochs",
     "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "optim",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps",
-    "max_grad_norm", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing",
+    "max_grad_norm", "label_smoothing_factor", "bf16", "fp16",
+    "gradient_checkpointing", "activation_checkpointing",
     "logging_steps", "eval_strategy", "evaluation_strategy", "eval_steps",
     "per_device_eval_batch_size", "save_only_model", "save_strategy", "save_steps",
     "save_total_limit", "seed", "ddp_timeout", "resume_from_checkpoint",
@@ -129,7 +130,6 @@ _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 _REFUSED = {
-    "label_smoothing_factor": "leave it out",
     "neftune_noise_alpha": "leave it out",
     "push_to_hub": "upload output_dir with `hf upload`",
     "load_best_model_at_end": "the last model is kept; leave it out",

@@ -199,7 +199,8 @@ def options_of(
         )
     precision = precision if job.precision == "auto" else job.precision
     _check_master(job, precision)
-    losses = {str(kind): LossPolicy(kind) for kind in LossKind}
+    loss = LossPolicy(label_smoothing=job.label_smoothing_factor, z_loss=job.z_loss)
+    losses = {str(kind): replace(loss, kind=kind) for kind in LossKind}
     shardings = shardings_of(job, config)
     kernel = AttentionKernel(attention if job.attention == "auto" else job.attention)
     fixed = Policies(
@@ -309,7 +310,10 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
         whole = BatchPolicy(batch.sequences_per_rank, 1)
         yield "accumulation", replace(policies, batch=whole)
     if policies.loss.kind is not LossKind.FULL:
-        yield f"{policies.loss.kind} loss", replace(policies, loss=LossPolicy(LossKind.FULL))
+        yield (
+            f"{policies.loss.kind} loss",
+            replace(policies, loss=replace(policies.loss, kind=LossKind.FULL)),
+        )
     if policies.checkpointing.enabled:
         yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
     if policies.sharding.zero_stage:

@@ -122,7 +122,7 @@ def _check_ranges(policies: Policies, path: Path) -> None:
     Raises:
         ConfigError: a value is out of its range.
     """
-    precision, adapter = policies.precision.parameters, policies.adapter
+    precision, adapter, loss = policies.precision.parameters, policies.adapter, policies.loss
     wrong = []
     if precision not in PRECISIONS:
         wrong.append(f"precision.parameters: {precision!r} is not one of {', '.join(PRECISIONS)}")
@@ -132,6 +132,10 @@ def _check_ranges(policies: Policies, path: Path) -> None:
         wrong.append(f"adapter.alpha: {adapter.alpha} is not above 0")
     if adapter is not None and not 0 <= adapter.dropout < 1:
         wrong.append(f"adapter.dropout: {adapter.dropout} is not from 0 to below 1")
+    if not 0 <= loss.label_smoothing < 1:
+        wrong.append(f"loss.label_smoothing: {loss.label_smoothing} is not from 0 to below 1")
+    if not loss.z_loss >= 0:
+        wrong.append(f"loss.z_loss: {loss.z_loss} is below 0")
     if wrong:
         raise ConfigError(f"{path}: policies.{wrong[0]}")
 
