@@ -21,6 +21,22 @@ from tightfit.errors import (
 )
 from tightfit.launch.failures import Cause, Failure, failure_of, first_cause
 
+# As torch puts what NCCL gives it.
+REMOTE = (
+    "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\n"
+)
+DUPLICATE = (
+    "NCCL error in: NCCLUtils.cpp:77, invalid usage\nncclInvalidUsage: This usually reflects "
+    "invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both "
+    "on CUDA device 27000"
+)
+FULL = (
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA "
+    "function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+
 
 def failure(rank: int, cause: Cause, seconds: float) -> Failure:
     return Failure(rank, "here", 1, "said", 1, cause, seconds)
@@ -36,6 +52,9 @@ def failure(rank: int, cause: Cause, seconds: float) -> Failure:
         (Interrupted("saved"), Cause.SAVED, 130, "saved"),
         (KeyboardInterrupt(), Cause.STOPPED, 130, "interrupted"),
         (dist.DistBackendError("NCCL error"), Cause.LOST_TOUCH, 1, "NCCL error"),
+        (dist.DistBackendError(REMOTE), Cause.LOST_TOUCH, 1, "NCCL error in: NCCLUtils.cpp"),
+        (dist.DistBackendError(DUPLICATE), Cause.FAULT, 1, "DistBackendError: NCCL error in"),
+        (dist.DistBackendError(FULL), Cause.FAULT, 1, "DistBackendError: NCCL error in"),
         (RuntimeError("[pair.cc:1] Connection closed by peer"), Cause.LOST_TOUCH, 1, "[pair.cc"),
         (RuntimeError("shapes differ"), Cause.FAULT, 1, "RuntimeError: shapes differ\nthe trace"),
         (ValueError("Connection closed by peer"), Cause.FAULT, 1, "ValueError: Conn"),

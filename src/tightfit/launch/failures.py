@@ -25,6 +25,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _FAILED, _INTERRUPTED = 1, 130
 # What gloo says when a rank at the other end is gone; torch has no type of its own for it.
 _LOST_TOUCH = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+# What torch says of NCCL where nobody else is to blame: two ranks on one card, a full card.
+_OWN_FAULTS = ("ncclInvalidUsage", "ncclInvalidArgument", "out of memory")
 
 
 class Cause(StrEnum):
@@ -174,5 +176,6 @@ def _is_consequence(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(error, RuntimeError):
         return False
-    known = isinstance(error, distributed.DistError)
-    return known or any(words in str(error) for words in _LOST_TOUCH)
+    if isinstance(error, distributed.DistError):
+        return not any(words in str(error) for words in _OWN_FAULTS)
+    return any(words in str(error) for words in _LOST_TOUCH)
