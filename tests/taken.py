@@ -19,6 +19,19 @@ def only(few: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in few else _slow(case) for case in cases]
 
 
+def asked_for(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """Values that parameters of these names have in those tests of the module that are to run, each
+    once; of several names tuples."""
+    asked: dict[Any, None] = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            found = getattr(item, "callspec", None)
+            if found is not None and set(names) <= found.params.keys():
+                values = tuple(found.params[name] for name in names)
+                asked[values if len(names) > 1 else values[0]] = None
+    return list(asked)
+
+
 def _slow(case: Any) -> Any:
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.slow)

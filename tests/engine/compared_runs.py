@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engine import sharded_runs as runs
+from tests.taken import asked_for
 
 _SINGLE = 10  # how often the tolerance of a whole parameter one of its values may be off
 
@@ -37,12 +38,7 @@ def with_more(cases: Cases, more: Cases) -> list[Any]:
 
 def chosen(request: pytest.FixtureRequest, *always: tuple[int, str]) -> Cases:
     """Those that the tests of this module ask for which were chosen to run, and some others."""
-    asked = dict.fromkeys(always)
-    for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.module is request.module:
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            if "case" in parameters:
-                asked[parameters["ranks"], parameters["case"]] = None
+    asked = dict.fromkeys([*always, *asked_for(request, "ranks", "case")])
     cases: dict[int, list[str]] = {}
     for ranks, case in asked:
         cases.setdefault(ranks, []).append(case)

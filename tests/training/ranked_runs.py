@@ -6,6 +6,7 @@ go on from one another; a case's results are written to its folder by rank 0.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tightfit.engine.adapter import import_library
 from tightfit.facts.job import Job
@@ -25,6 +27,26 @@ from tightfit.policies import BatchPolicy, OptimizerName, ShardingPolicy
 from tightfit.training import run as runs
 
 RESULTS = "results.json"
+# Every layer costs each step some milliseconds, whatever its size: two are enough to share out.
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+# Half of one of its matrices is 4096 values, a block of 8-bit moments.
+LLAMA: dict[str, Any] = SIZES | {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+_IDS = ("bos", "eos", "pad")
+
+
+def save_model(fields: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """A random model of these fields, and the tokenizer."""
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in _IDS}
+    config = AutoConfig.for_model(**fields, **ids, vocab_size=len(tokenizer))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,7 @@ def _rank(
     folder: Path,
     call: Callable[..., None] | None,
 ) -> None:
+    gc.freeze()  # what was forked is not looked through whenever a leg gives its memory back
     torch.set_num_threads(1)
     import_library()
     store = dist.FileStore(str(folder / "store"), ranks)

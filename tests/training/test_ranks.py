@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.taken import only
+from tests.taken import asked_for, only
 from tests.training.conftest import PLAIN
-from tests.training.ranked_runs import RESULTS, Leg, on_ranks, run_leg
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from tests.training.ranked_runs import LLAMA, RESULTS, SIZES, Leg, on_ranks, run_leg, save_model
+from transformers import PreTrainedTokenizerFast
 
 from tightfit.facts.job import Job
 from tightfit.planner import prepared
@@ -23,7 +23,7 @@ from tightfit.planner.rates import Rates
 from tightfit.policies import ShardingPolicy
 from tightfit.training.run import make_plan, prepare
 
-STEPS = 5  # the third has one sequence for two ranks: an epoch of 9 in batches of 4
+STEPS = 4  # the third has one sequence for two ranks: an epoch of 9 in batches of 4
 LORA: dict[str, Any] = {"finetuning_type": "lora", "lora_rank": 2, "lora_dropout": 0.0}
 AWAY: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,17 +39,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "moe": {},
     "phi3": {},
 }
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 OTHER_MODELS = {
     "moe": {"model_type": "qwen3_moe", **SIZES, **EXPERTS},
     "phi3": {"model_type": "phi3", **SIZES, "num_hidden_layers": 3},
 }
-IDS = ("bos", "eos", "pad")
-LATER = 3
+LATER = 2
 TENSOR = {"tensor_parallel": 2}
 STAGES = {"pipeline_parallel": 2}
 FULLER_FIRST = STAGES | {"stage_layers": (2, 1)}  # by parameters it would be 1 and 2
@@ -132,25 +127,22 @@ CASES: dict[str, list[tuple[int, int | dict[str, Any], int]]] = {
     "8bit from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
     "8bit from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
 }
-# For every day: each kind, and what ranks share, once or more.
+# For every day: each kind, and what ranks share where it is saved and where it is read again. Files
+# hold whole tensors, so that not every pair is needed.
 FEW = [
     "full on 1",
     "full on 2, stage 0",
-    "full on 2, stage 3",
-    "full from stage 1 to stage 3",
     "full from stage 3 to tensor parallel",
-    "full from stage 3 to stages",
     "full from stages and stage 3 to stages and tensor",
+    "full from tensor and stage 3 to 1",
+    "full from stages to replicas",
     "8bit from stages to 1",
     "lora from tensor parallel to stage 3",
     "lora on 2, stage 1",
     "away from 1 to 2",
     "uneven on 2, stage 3",
-    "uneven on 2, tensor parallel",
-    "held on 2, stage 1",
-    "full from tensor and stage 3 to 1",
-    "full from stages to replicas",
     "uneven on 4, stages and stage 3",
+    "held on 2, stage 1",
     "bf16 from 2 to 1",
     "moe on 2, stage 3",
     "phi3 from tensor parallel to stages",
@@ -164,7 +156,6 @@ TOLERANCE = dict.fromkeys(KINDS, 1e-5) | {"8bit": 5e-3, "bf16": 5e-3}
 @pytest.fixture(scope="module")
 def folders(
     tmp_path_factory: pytest.TempPathFactory,
-    tiny_model_folder: Path,
     rows: Path,
     rates: Rates,
     tokenizer: PreTrainedTokenizerFast,
@@ -174,24 +165,25 @@ def folders(
     names = chosen(request)
     root = tmp_path_factory.mktemp("ranks")
     job: dict[str, Any] = PLAIN | {
-        "model_name_or_path": str(tiny_model_folder),
+        "model_name_or_path": str(root / "model"),
         "dataset": str(rows),
         "train_batch_size": 4,
         "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1,
         "val_size": 2,
         "eval_strategy": "steps",
-        "eval_steps": 2,
+        "eval_steps": 3,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",  # of the first leg as of the whole
         "sample_prompt": "What is number 3?",
-        "max_new_tokens": 4,
+        "max_new_tokens": 2,
         "output_dir": str(root / "unused"),
     }
     jobs = {kind: job | KINDS[kind] for kind in dict.fromkeys(name.split()[0] for name in names)}
+    save_model(LLAMA, tokenizer, root / "model")
     for kind in jobs.keys() & OTHER_MODELS.keys():
         folder = root / f"{kind} model"
-        make_model(OTHER_MODELS[kind], tokenizer, folder)
+        save_model(OTHER_MODELS[kind], tokenizer, folder)
         jobs[kind]["model_name_or_path"] = str(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "measure_rates", lambda device, dtype: rates)
@@ -201,25 +193,10 @@ def folders(
     return root
 
 
-def make_model(fields: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """A random model of another family, and the tokenizer."""
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in IDS}
-    config = AutoConfig.for_model(**fields, **ids, vocab_size=len(tokenizer))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def chosen(request: pytest.FixtureRequest) -> list[str]:
-    """Cases that tests ask for which were chosen to run, each after that of one rank."""
-    asked: dict[str, None] = {}
-    for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.module is request.module:
-            name = item.callspec.params["name"]
-            asked[f"{name.split()[0]} on 1"] = None
-            asked[name] = None
-    return list(asked)
+    """Cases that were chosen to run, each after that of one rank."""
+    names = asked_for(request, "name")
+    return list(dict.fromkeys(each for n in names for each in (f"{n.split()[0]} on 1", n)))
 
 
 def _run_all(
