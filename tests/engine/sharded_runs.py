@@ -220,7 +220,7 @@ TENSOR = {
     ],
     4: [
         "0 tp4 empty wide qlora",
-        "1 tp2 accumulate slice",
+        "0 tp2 accumulate slice",
         "2 tp2 checkpoint inf",
         "3 tp2 empty moe accumulate untied",
         "3 tp2 empty lora away",
@@ -238,6 +238,7 @@ MORE_TENSOR = {
     ],
     4: [
         "0 tp4 eager accumulate",
+        "1 tp2 accumulate slice",
         "0 tp2 accumulate smooth late",
         "3 tp2 qwen2 host chunk discard",
     ],
@@ -258,7 +259,6 @@ GRID = {
 }
 PIPELINE = {
     2: [
-        "0 pp2 four untied checkpoint peek",
         "0 pp2 four gpipe chunk",
         "0 pp2 away four untied",
         "0 pp2 lora four empty",
@@ -270,12 +270,14 @@ PIPELINE = {
         "0 pp3 empty four untied chunk late",
     ],
     4: [
+        "0 pp2 four untied checkpoint peek",
         "3 pp2 chunks2 deep four checkpoint host peek",
         "0 pp2 tp2 four checkpoint",
     ],
 }
 MORE_PIPELINE = {
     2: [
+        "0 pp2 four untied checkpoint peek",
         "0 pp2 host four slice short",
         "0 pp2 moe four empty",
         "0 pp2 wide qlora four empty",
