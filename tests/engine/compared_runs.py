@@ -65,6 +65,14 @@ def read(folder: Path, case: str, ranks: int, who: str) -> tuple[Any, dict[str, 
     return json.loads((folder / f"{name}.json").read_text()), parameters
 
 
+def losses(folder: Path, case: str, ranks: int) -> list[float]:
+    """Of the global batch in each step: the sum over ranks that see other sequences."""
+    sharding = runs.policies_of(case, ranks).sharding
+    apart = range(0, ranks // sharding.pipeline_parallel, sharding.tensor_parallel)
+    each = [read(folder, case, ranks, str(rank))[0]["losses"] for rank in apart]
+    return [sum(parts) for parts in zip(*each, strict=True)]
+
+
 def check_parameters(
     found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
 ) -> None:

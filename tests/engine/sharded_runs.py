@@ -416,7 +416,7 @@ def later_steps() -> list[str]:
 def started(ranks: int, cases: Sequence[str], folder: Path, kind: str) -> list[BaseProcess]:
     context = multiprocessing.get_context("fork" if kind == "cpu" else "spawn")  # CUDA's wish
     processes: list[BaseProcess] = [
-        context.Process(target=one_rank, args=(rank, ranks, cases, folder, kind))
+        context.Process(target=one_rank, args=(rank, ranks, cases, folder, kind, STEPS))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -435,16 +435,26 @@ def finish(processes: list[BaseProcess]) -> None:
         processes = [process for process in processes if process.exitcode is None]
 
 
-def one_rank(rank: int, ranks: int, cases: Sequence[str], folder: Path, kind: str) -> None:
+def one_rank(
+    rank: int, ranks: int, cases: Sequence[str], folder: Path, kind: str, steps: int
+) -> None:
     """All cases of so many ranks on one of them."""
-    import_library()  # where it was not forked
-    device, backend = torch.device(kind), "gloo"
+    global STEPS
+    STEPS = steps  # here and below: of what was not forked
+    import_library()
+    device, backend, card = torch.device(kind), "gloo", None
     if kind == "cuda":
-        device, backend = torch.device(kind, rank), "nccl"
-        torch.cuda.set_device(device)
+        device = card = torch.device(kind, rank)
+        backend = "nccl"
+        torch.cuda.set_device(card)
     store = dist.FileStore(str(folder / f"store of {ranks}"), ranks)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3)
+        backend,
+        store=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(minutes=3),
+        device_id=card,
     )
     for case in cases:
         write(folder / file_name(case, ranks, str(rank)), *run(case, ranks, rank, folder, device))

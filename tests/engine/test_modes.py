@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.engine import sharded_runs as runs
-from tests.engine.compared_runs import made, read
+from tests.engine.compared_runs import losses, made, read
 
 STEPS = 20
 LOSS, NORM = 1e-5, 5e-4  # relative; each step's differences grow in the next
@@ -32,11 +32,9 @@ def check(folder: Path, ranks: int, case: str) -> None:
     def numbers(who: str) -> Any:
         return read(folder, case, ranks, who)[0]
 
-    alone, sharding = numbers("alone"), runs.policies_of(case, ranks).sharding
+    alone = numbers("alone")
     found = [numbers(str(rank)) for rank in range(ranks)]
-    first_stage = range(0, ranks // sharding.pipeline_parallel, sharding.tensor_parallel)
-    losses = [sum(found[rank]["losses"][step] for rank in first_stage) for step in range(STEPS)]
-    assert losses == pytest.approx(alone["losses"], rel=LOSS), case
+    assert losses(folder, case, ranks) == pytest.approx(alone["losses"], rel=LOSS), case
     for own in found:
         assert own["norms"] == pytest.approx(alone["norms"], rel=NORM), case
     for rank, who in runs.fake_names(case, ranks).items():

@@ -13,7 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine import sharded_runs as runs
-from tests.engine.compared_runs import check_parameters, chosen, is_narrow, made, read, with_more
+from tests.engine.compared_runs import (
+    check_parameters,
+    chosen,
+    is_narrow,
+    losses,
+    made,
+    read,
+    with_more,
+)
 
 from tightfit.bill.table import Phase
 from tightfit.dry_run import dry_run
@@ -51,13 +59,11 @@ def check_numbers(folder: Path, ranks: int, case: str, steps: int) -> None:
     """Losses of the global batch, norms and parameters are those of one process."""
     alone, expected = read(folder, case, ranks, "alone")
     first, parameters = read(folder, case, ranks, "0")
-    group = runs.policies_of(case, ranks).sharding.tensor_parallel
-    others = [read(folder, case, ranks, str(rank))[0] for rank in range(0, ranks, group)]
-    losses = [sum(other["losses"][step] for other in others) for step in range(steps)]
-    assert len(losses) == len(first["norms"]) == steps
+    found = losses(folder, case, ranks)
+    assert len(found) == len(first["norms"]) == steps
     if "inf" in case.split():  # of one rank alone
-        losses[runs.UNUSUAL] = math.inf
-    assert losses == pytest.approx(alone["losses"], rel=of_its_type(case, LOSS))
+        found[runs.UNUSUAL] = math.inf
+    assert found == pytest.approx(alone["losses"], rel=of_its_type(case, LOSS))
     norm = of_its_type(case, NORM) if steps == runs.STEPS else LATER
     assert first["norms"] == pytest.approx(alone["norms"], rel=norm, nan_ok=True)
     assert math.isnan(first["norms"][runs.UNUSUAL]) == ("inf" in case.split())

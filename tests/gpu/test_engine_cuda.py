@@ -34,7 +34,7 @@ BLOCK_BYTES = 512  # torch's caching allocator rounds every allocation up to thi
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding's gradient is summed with atomics otherwise."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from tests.engine import sharded_runs as runs
 from tests.engine.compared_runs import check_parameters
+from tests.engine.compared_runs import losses as losses_of_all
 from tests.engine.compared_runs import read as read_run
 from tests.faults.conftest import STEPS
 from tests.faults.conftest import job as job  # a fixture
@@ -71,6 +72,8 @@ def read(folder: Path, case: str, who: str) -> tuple[Any, dict[str, torch.Tensor
 def test_two_ranks_train_as_one_does(folder: Path, case: str) -> None:
     precision = "bf16" if "bf16" in case.split() else "fp32"
     alone, expected = read(folder, case, "alone")
+    found_losses = losses_of_all(folder, case, runs.RANKS_OF_CARDS)
+    assert found_losses == pytest.approx(alone["losses"], rel=NUMBERS[precision])
     for rank in range(runs.RANKS_OF_CARDS):
         found, parameters = read(folder, case, str(rank))
         assert found["norms"] == pytest.approx(alone["norms"], rel=NUMBERS[precision])
@@ -120,9 +123,11 @@ def test_a_rank_that_is_killed_ends_the_other_and_waits_were_counted(
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process and its card."""
+    """A process group of this process and its card, set up before anything is sent."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     yield
     dist.destroy_process_group()
 
@@ -137,6 +142,8 @@ def test_the_stream_of_the_step_that_waits_for_another_is_seen(
     device = torch.device("cuda", torch.cuda.current_device())
     watch, other = CommunicationWatch(device), torch.cuda.Stream()
     values = torch.ones(8, device=device)
+    dist.all_reduce(values)  # kernels are loaded, which may take longer than the card sleeps
+    torch.cuda.synchronize()
     with watch.counting():
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
