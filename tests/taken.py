@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ def only(few: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """A few as they are, the others for the long proof."""
     few = list(few)
     return [case if case in few else _slow(case) for case in cases]
+
+
+def chequered(*lists: Iterable[Any]) -> list[Any]:
+    """All combinations; for every day every second in each list, like the white squares of a board:
+    of three lists each pair is among them, of two each value with half of the other list."""
+    pairs = product(*(enumerate(values) for values in lists))
+    cases = [(sum(n for n, _ in pair), tuple(value for _, value in pair)) for pair in pairs]
+    return [case if places % 2 == 0 else _slow(case) for places, case in cases]
 
 
 def asked_for(request: pytest.FixtureRequest, *names: str) -> list[Any]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.engine.postponed import PostponedTransfer
+from tests.taken import chequered, every
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -178,6 +179,12 @@ def train(root: nn.Module) -> Results:
     return losses, found
 
 
+@functools.cache
+def plainly(name: str = "llama", case: str = "") -> Results:
+    """What a model gives whose activations stay where they are."""
+    return train(make_model(name, case))
+
+
 def assert_same_bits(found: Results, expected: Results) -> None:
     assert found[0] == expected[0]
     assert_same_gradients(found[1], expected[1])
@@ -191,45 +198,48 @@ def assert_same_gradients(found: list[torch.Tensor], expected: list[torch.Tensor
 # Numbers
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "prefetch"), chequered(MODELS, [0, 1, 2, 9]))
 def test_same_bits_for_every_model(name: str, prefetch: int) -> None:
     root = make_model(name)
     offloading = offload(root, prefetch=prefetch)
-    assert_same_bits(train(root), train(make_model(name)))
+    assert_same_bits(train(root), plainly(name))
     assert offloading.buffers.held_bytes or prefetch > DEPTH
     assert offloading.buffers.lent_bytes == 0
 
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [
-        ("llama", "checkpoint"),
-        ("gpt2", "checkpoint"),
-        ("llama", "selective"),
-        ("qwen2", "selective chunk"),
-        ("qwen2", "chunk"),
-        ("llama", "eager"),
-        ("gpt2", "eager checkpoint"),
-        ("llama", "lora"),
-        ("qwen2", "lora checkpoint chunk"),
-        ("llama", "qlora"),
-        ("llama", "qlora checkpoint"),
-    ],
+    every(
+        2,
+        [
+            ("llama", "checkpoint"),
+            ("gpt2", "checkpoint"),
+            ("qwen2", "selective chunk"),
+            ("llama", "selective"),
+            ("gpt2", "eager checkpoint"),
+            ("llama", "eager"),
+            ("qwen2", "lora checkpoint chunk"),
+            ("llama", "lora"),
+            ("llama", "qlora checkpoint"),
+            ("llama", "qlora"),
+            ("qwen2", "chunk"),
+        ],
+    ),
 )
 def test_same_bits_with_every_technique(name: str, case: str) -> None:
     root = make_model(name, case)
     offloading = offload(root)
-    assert_same_bits(train(root), train(make_model(name, case)))
+    assert_same_bits(train(root), plainly(name, case))
     assert offloading.buffers.held_bytes
     assert offloading.buffers.lent_bytes == 0
 
 
-@pytest.mark.parametrize("resharding", [True, False])
-@pytest.mark.parametrize("case", ["", "checkpoint", "lora"])
+@pytest.mark.parametrize(
+    ("case", "resharding"), chequered(["", "checkpoint", "lora"], [True, False])
+)
 def test_what_ranks_share_stays_with_them(tmp_path: Path, case: str, resharding: bool) -> None:
     """Whole parameters come and go with FSDP2, whose memory autograd's tensors are views of."""
-    expected = train(make_model(case=case))
+    expected = plainly(case=case)
     alone = make_model(case=case)
     host_bytes = offload(alone, gathered=True).buffers
     train(alone)
@@ -387,7 +397,7 @@ def test_layers_in_any_order_and_number(order: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("race", ["fetched", "copied again"])
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch, race: str) -> None:
     """These tests could fail."""
-    expected = train(make_model())
+    expected = plainly()
     root = make_model()
     offload(root)
     if race == "fetched":
@@ -458,8 +468,7 @@ def unusual_runs(root: nn.Module) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("case", ["", "checkpoint"])
+@pytest.mark.parametrize(("case", "prefetch"), chequered(["", "checkpoint"], range(3)))
 def test_memory_is_held_until_copies_are_ordered(case: str, prefetch: int) -> None:
     transfer = Guarded()
     root = make_model(case=case)
@@ -502,10 +511,12 @@ def failing(
         handle.remove()
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("backward", "error"),
+    chequered([False, True], [ValueError, KeyboardInterrupt, torch.OutOfMemoryError]),
+)
 def test_after_an_error_everything_is_as_before(backward: bool, error: type[BaseException]) -> None:
-    expected = train(make_model())
+    expected = plainly()
     root = make_model()
     buffers = offload(root).buffers
     with failing(root, layer=2, backward=backward, error=error):
@@ -589,15 +600,18 @@ def activations(counting: Ledger, tier: Tier, chapter: int = 1) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [("llama", ""), ("llama", "checkpoint"), ("qwen2", "eager"), ("qwen2", "chunk")],
+    ("model", "prefetch"),
+    chequered(
+        [("llama", ""), ("llama", "checkpoint"), ("qwen2", "eager"), ("qwen2", "chunk")], range(3)
+    ),
+    ids=str,
 )
 def test_the_device_holds_a_few_layers_and_the_host_the_others(
-    name: str, case: str, prefetch: int
+    model: tuple[str, str], prefetch: int
 ) -> None:
     """As much as a plain model of so few layers; each layer more is on the host."""
+    name, case = model
     few, more = (
         activations(measured(make_model(name, case, depth), prefetch=None), Tier.DEVICE)
         for depth in (1 + prefetch, 8)
@@ -771,4 +785,4 @@ def test_out_of_memory_in_the_middle_leaves_nothing_behind(tier: Tier) -> None:
         gc.collect()
         assert buffers.lent_bytes == 0
         root.zero_grad()
-    assert_same_bits(train(root), train(make_model()))
+    assert_same_bits(train(root), plainly())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.postponed import PostponedTransfer
+from tests.taken import chequered
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM, PreTrainedModel
 
@@ -124,6 +125,7 @@ def two_micro_batches(trained: Trained, make_batch: MakeBatch) -> Results:
     return losses, gradients_of(trained)
 
 
+TIES = ("tied", "untied")
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"checkpointing": CheckpointingPolicy(True)},
@@ -136,29 +138,29 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("placement", [host(prefetch=1), host(0.5, 2)], ids=["all", "half"])
+@pytest.mark.parametrize(("technique", "tie"), chequered(TECHNIQUES, TIES))
 def test_losses_and_gradients_are_those_of_a_resident_model(
-    make_model: Make, make_batch: MakeBatch, technique: str, tied: bool, placement: PlacementPolicy
+    make_model: Make, make_batch: MakeBatch, technique: str, tie: str
 ) -> None:
+    """Also where only half of the layers stream."""
     results = []
-    for chosen in (None, placement):
-        model = make_model(num_hidden_layers=3, tie_word_embeddings=tied)
-        trained = prepare(model, chosen, **TECHNIQUES[technique])
+    for placement in (None, host(prefetch=1), host(0.5, 2)):
+        model = make_model(num_hidden_layers=3, tie_word_embeddings=tie == "tied")
+        trained = prepare(model, placement, **TECHNIQUES[technique])
         results.append(two_micro_batches(trained, make_batch))
-    assert_same(*results)
+    resident, *streamed = results
+    for found in streamed:
+        assert_same(resident, found)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
-def test_prefetching_changes_no_number(
-    make_model: Make, make_batch: MakeBatch, prefetch: int
-) -> None:
+def test_prefetching_changes_no_number(make_model: Make, make_batch: MakeBatch) -> None:
     results = []
-    for chosen in (None, host(prefetch=prefetch)):
+    for chosen in (None, *(host(prefetch=prefetch) for prefetch in (0, 1, 2, 9))):
         model = make_model(torch.bfloat16, num_hidden_layers=4)
         results.append(two_micro_batches(prepare(model, chosen), make_batch))
-    assert_same(*results)
+    resident, *streamed = results
+    for found in streamed:
+        assert_same(resident, found)
 
 
 def test_a_model_with_several_embeddings(make_batch: MakeBatch) -> None:
@@ -282,19 +284,19 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("technique", ["plain", "checkpointing", "chunked"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("step", "technique", "tie"), chequered(STEPS, ["plain", "checkpointing", "chunked"], TIES)
+)
 def test_unusual_steps(
     make_model: Make,
     make_batch: MakeBatch,
     step: Callable[[Trained, MakeBatch], Results],
     technique: str,
-    tied: bool,
+    tie: str,
 ) -> None:
     results = []
     for chosen in (None, host()):
-        model = make_model(num_hidden_layers=3, tie_word_embeddings=tied)
+        model = make_model(num_hidden_layers=3, tie_word_embeddings=tie == "tied")
         trained = prepare(model, chosen, **TECHNIQUES[technique])
         results.append(step(trained, make_batch))
     assert_same(*results)
@@ -359,8 +361,9 @@ def unit_bytes(unit: Unit) -> int:
     return sum(p.numel() * p.element_size() for p in unit.parameters)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("technique", ["plain", "checkpointing", "chunked", "4 bits"])
+@pytest.mark.parametrize(
+    ("technique", "prefetch"), chequered(["plain", "checkpointing", "chunked", "4 bits"], range(3))
+)
 def test_as_many_units_on_the_device_as_compute_and_are_fetched_ahead(
     make_model: Make, make_batch: MakeBatch, technique: str, prefetch: int
 ) -> None:
@@ -406,15 +409,16 @@ def test_the_first_layers_stream_and_the_rest_stays(
     assert streaming == [f"model.layers.{index}" for index in range(leaving)]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("technique", ["plain", "checkpointing", "lora", "4 bits chunked"])
+@pytest.mark.parametrize(
+    ("technique", "tie"), chequered(["plain", "checkpointing", "4 bits chunked", "lora"], TIES)
+)
 def test_a_dry_run_counts_the_same_bytes(
-    make_model: Make, make_batch: MakeBatch, technique: str, tied: bool
+    make_model: Make, make_batch: MakeBatch, technique: str, tie: str
 ) -> None:
     counted = []
     for fake in (True, False):
         with fake_tensors() if fake else Ledger():
-            model = make_model(num_hidden_layers=3, tie_word_embeddings=tied)
+            model = make_model(num_hidden_layers=3, tie_word_embeddings=tie == "tied")
             ids = torch.zeros(2, 11, dtype=torch.long)
             with Watching() as counting:
                 counting.adopt(model)
@@ -446,8 +450,7 @@ def test_parameters_that_are_part_of_a_larger_storage_get_their_own(
 # What goes wrong
 
 
-@pytest.mark.parametrize("room_bytes", [1_000, 6_000, 14_000])
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize(("room_bytes", "prefetch"), chequered([1_000, 6_000, 14_000], [0, 1]))
 def test_running_out_of_memory_leaves_nothing_behind(
     make_model: Make, make_batch: MakeBatch, room_bytes: int, prefetch: int
 ) -> None:
