@@ -130,12 +130,14 @@ def read(folder: Path, ranks: int, case: str, who: str) -> tuple[Any, dict[str, 
 
 
 def differences(folder: Path, ranks: int, case: str) -> Row:
-    """From one process: losses and norms, relative, and parameters at the end, absolute."""
+    """From one process: losses and norms, relative, of the first step and of all; parameters at the
+    end, absolute."""
     alone, expected = read(folder, ranks, case, "alone")
     sharding = runs.policies_of(case, ranks).sharding
     found = [read(folder, ranks, case, str(rank)) for rank in range(ranks)]
     first_stage = range(0, ranks // sharding.pipeline_parallel, sharding.tensor_parallel)
     losses = [sum(found[rank][0]["losses"][step] for rank in first_stage) for step in range(STEPS)]
+    norms = [own["norms"] for own, _ in found]
     compared = [
         (value.float() - expected[name].float()).abs().max().item()
         for _, parameters in found
@@ -144,7 +146,9 @@ def differences(folder: Path, ranks: int, case: str) -> Row:
     ]
     return {
         "loss": most_relative(losses, alone["losses"]),
-        "norm": max(most_relative(own["norms"], alone["norms"]) for own, _ in found),
+        "norm": max(most_relative(own, alone["norms"]) for own in norms),
+        "step_1_loss": most_relative(losses[:1], alone["losses"][:1]),
+        "step_1_norm": max(most_relative(own[:1], alone["norms"][:1]) for own in norms),
         "parameters": max(compared),
         "first_loss": alone["losses"][0],
         "last_loss": alone["losses"][-1],
