@@ -143,7 +143,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SHARDING = {
     2: [
         "0",
-        "0 host checkpoint accumulate",
         "0 chunk untied inf",
         "1",
         "1 accumulate chunk untied",
@@ -152,27 +151,26 @@ SHARDING = {
         "2 checkpoint lora peek",
         "2 chunk host bf16 off",
         "3",
-        "3 checkpoint host untied fail",
         "1 qlora accumulate bf16",
-        "3 chunk lora discard peek",
         "3 empty lora bf16",
         "0 late accumulate untied",
         "2 disk accumulate inf",
         "3 away checkpoint slice discard",
         "3 half accumulate fail",
         "3 far accumulate untied read",
-        "3 far qlora",
         "3 fp16 chunk accumulate",
     ],
     4: [
-        "1 accumulate lora",
         "3 accumulate untied",
-        "2 hsdp2 fail",
         "3 hsdp2 accumulate lora",
     ],
 }
 MORE_SHARDING = {
     2: [
+        "0 host checkpoint accumulate",
+        "3 checkpoint host untied fail",
+        "3 chunk lora discard peek",
+        "3 far qlora",
         "0 fail",
         "0 accumulate lora short discard",
         "1 peek",
@@ -197,6 +195,8 @@ MORE_SHARDING = {
         "3 late lora off",
     ],
     4: [
+        "1 accumulate lora",
+        "2 hsdp2 fail",
         "0 accumulate",
         "2 chunk checkpoint",
         "3 host lora inf",
