@@ -36,11 +36,13 @@ def test_events_and_the_clock_agree() -> None:
     seconds = measure.matmul_operations(device, width) / measure.matmul_rate(
         device, torch.float32, width
     )
-    left = torch.randn(measure.matmul_rows(device), width, device=device)
-    right = torch.randn(width, width, device=device)
+    values, gradients = (
+        torch.randn(measure.matmul_rows(device), width, device=device) for _ in range(2)
+    )
+    weight = torch.randn(width, width, device=device)
 
     def synchronised() -> None:
-        torch.mm(left, right)
+        _ = values @ weight.T, gradients @ weight, gradients.T @ values
         torch.cuda.synchronize()
 
     by_clock = measure.seconds_per_call(synchronised, torch.device("cpu"))

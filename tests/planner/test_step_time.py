@@ -11,8 +11,9 @@ from tightfit.bill.table import MemoryTable
 from tightfit.dry_run import DryRun, Shape
 from tightfit.facts.workload import Workload
 from tightfit.planner.collectives import ModelSizes
+from tightfit.planner.computing import ModelCost
 from tightfit.planner.rates import Rates
-from tightfit.planner.step_time import ModelCost, predict_step_time
+from tightfit.planner.step_time import predict_step_time
 from tightfit.planner.traffic import Traffic, traffic_of
 from tightfit.policies import BatchPolicy, CheckpointingPolicy, PlacementPolicy, Policies, Tier
 
@@ -26,7 +27,8 @@ COST = ModelCost(
 )  # fmt: skip
 RATES = Rates(
     matmul_flops_per_second=10, memory_bytes_per_second=MEMORY, copy_bytes_per_second=1,
-    device_optimizer_parameters_per_second=1, host_optimizer_parameters_per_second=1,
+    host_memory_bytes_per_second=MEMORY, device_optimizer_parameters_per_second=1,
+    host_optimizer_parameters_per_second=1,
     operation_seconds=0, disk_read_bytes_per_second=1, disk_write_bytes_per_second=1,
 )  # fmt: skip
 

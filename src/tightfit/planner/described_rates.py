@@ -36,6 +36,7 @@ def described_rates(machine: Machine, precision: str) -> Rates:
         copy_bytes_per_second=min(
             machine.host_link_bytes_per_second, machine.host_memory_bytes_per_second / ranks
         ),
+        host_memory_bytes_per_second=machine.host_memory_bytes_per_second / ranks,
         device_optimizer_parameters_per_second=memory / reached.OPTIMIZER_BYTES_PER_PARAMETER,
         host_optimizer_parameters_per_second=machine.host_optimizer_parameters_per_second / ranks,
         operation_seconds=reached.OPERATION_SECONDS,

@@ -69,13 +69,20 @@ def _card_seconds(call: Callable[[], object], calls: int) -> float:
 def matmul_rate(
     device: torch.device, dtype: torch.dtype, width: int, *, seconds: float = _SECONDS
 ) -> float:
-    """Operations per second, a multiply-add being two, of `[rows, width] @ [width, width]`: a small
-    batch of tokens through a layer of that width."""
+    """Operations per second, a multiply-add being two, of a small batch of tokens through a linear
+    layer of that width: its output and both gradients, `[rows, width] @ [width, width]` twice and
+    `[width, rows] @ [rows, width]`."""
     rows = matmul_rows(device)
-    left = torch.randn(rows, width, device=device).to(dtype)
-    right = torch.randn(width, width, device=device).to(dtype)
+    values, gradients = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(width, width, device=device).to(dtype)
+
+    def forward_and_backward() -> None:
+        _ = values @ weight.T
+        _ = gradients @ weight
+        _ = gradients.T @ values
+
     return matmul_operations(device, width) / seconds_per_call(
-        lambda: left @ right, device, seconds
+        forward_and_backward, device, seconds
     )
 
 
@@ -85,8 +92,8 @@ def matmul_rows(device: torch.device) -> int:
 
 
 def matmul_operations(device: torch.device, width: int) -> int:
-    """Of one product of `matmul_rate`."""
-    return 2 * matmul_rows(device) * width * width
+    """Of the three products of `matmul_rate`."""
+    return 3 * 2 * matmul_rows(device) * width * width
 
 
 def matmul_rates(

@@ -17,9 +17,10 @@ from tightfit.facts.model_spec import ModelSpec
 from tightfit.facts.workload import Workload
 from tightfit.planner.bounds import LowerBounds
 from tightfit.planner.collectives import Exchange, ModelSizes, exchanges
+from tightfit.planner.computing import ModelCost
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
-from tightfit.planner.step_time import ModelCost, predict_step_time
+from tightfit.planner.step_time import predict_step_time
 from tightfit.planner.traffic import Traffic, traffic_of
 from tightfit.policies import (
     CheckpointingPolicy,

@@ -58,6 +58,7 @@ class Rates:
         matmul_flops_per_second: multiply-adds count as two.
         memory_bytes_per_second: read and written by element-wise operations that make a tensor.
         copy_bytes_per_second: between device and host, in the slower direction.
+        host_memory_bytes_per_second: read and written in place, of the host's memory.
         optimizer_parameters_per_second: fused AdamW in fp32, by tier of the states.
         operation_seconds: fixed cost of starting one operation.
         disk_read_bytes_per_second, disk_write_bytes_per_second: of the nvme tier's disk; assumed
@@ -71,6 +72,7 @@ class Rates:
     matmul_flops_per_second: float
     memory_bytes_per_second: float
     copy_bytes_per_second: float
+    host_memory_bytes_per_second: float
     device_optimizer_parameters_per_second: float
     host_optimizer_parameters_per_second: float
     operation_seconds: float
@@ -124,6 +126,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         matmul_flops_per_second=measure.matmul_rate(device, dtype, _MATMUL_WIDTHS[device.type]),
         memory_bytes_per_second=measure.memory_rate(device),
         copy_bytes_per_second=measure.copy_rate(device),
+        host_memory_bytes_per_second=2 * measure.host_copy_rate(),
         device_optimizer_parameters_per_second=(
             on_host if device.type == "cpu" else measure.optimizer_rate(device)
         ),

@@ -1,7 +1,6 @@
 """Predicted seconds of one optimizer step from counts and measured rates.
 
-A step is a rank's matrix products over their rate, but no less than reading the matrices takes,
-plus element-wise work over the memory's rate, plus the update, plus a fixed cost per operation,
+A step is what a rank computes (`computing.py`), plus the update, plus a fixed cost per operation,
 plus what copies, ranks and disk take beyond what runs meanwhile, plus what stages stand idle.
 A card computes while copies, collectives and the host's update go on, and while the next operations
 are started; on a CPU they take its own time, and only the disk is waited for beside it. Layers are
@@ -12,58 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightfit.bill.stages import layout_of
+from tightfit.engine.mesh import Dimension
 from tightfit.facts.workload import Workload
-from tightfit.planner.collectives import ModelSizes, exchanges
+from tightfit.planner.collectives import Collective, Exchange, exchanges
+from tightfit.planner.computing import MOVES_OF_A_SUM, Computing, ModelCost, computing_of
 from tightfit.planner.links import waiting
 from tightfit.planner.plan import StepTime
 from tightfit.planner.rates import Rates
 from tightfit.planner.traffic import Traffic
-from tightfit.policies import LossKind, Policies
+from tightfit.policies import Policies
 
 _OPERATIONS_PER_LAYER = 120  # forward and backward of a decoder layer, counted by the ledger
-# Bytes that element-wise operations move for each byte they leave as an activation: written once
-# and read once in forward, read with a gradient of its size and a gradient written in backward.
-_MOVES_IN_FORWARD = 2
-_MOVES_IN_BACKWARD = 3
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """What the time model needs to know of a model.
-
-    Attributes:
-        parameters: of the whole model.
-        trainable: parameters with gradients.
-        matmul_parameters: parameters that multiply every token (all but embedding look-ups).
-        layers, hidden_size: of the decoder.
-        head_parameters: of the output layer, which is not recomputed.
-        activation_bytes_per_token: what a plain forward leaves for backward.
-        sizes: what decides what ranks send each other.
-    """
-
-    parameters: int
-    trainable: int
-    matmul_parameters: int
-    head_parameters: int
-    layers: int
-    hidden_size: int
-    activation_bytes_per_token: float
-    sizes: ModelSizes
-
-
-@dataclass(frozen=True)
-class _Computing:
-    """Seconds of one step that the device computes, over all micro-batches."""
-
-    forward: float
-    backward: float
-    recompute: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.forward + self.backward + self.recompute
 
 
 def predict_step_time(
@@ -83,7 +41,7 @@ def predict_step_time(
         machines: that the ranks are on.
         on_card: whether the device computes while the host copies and updates.
     """
-    computing = _computing(cost, policies, workload, rates)
+    computing = computing_of(cost, policies, workload, rates, on_card=on_card)
     copies = _copies(traffic, policies, rates, computing, on_card=on_card)
     disk = _disk_while_computing(traffic, rates, computing)
     update = _Update.of(cost, policies, rates, traffic)
@@ -110,7 +68,7 @@ def predict_step_time(
 
 
 def _overhead(
-    cost: ModelCost, policies: Policies, rates: Rates, computing: _Computing, *, on_card: bool
+    cost: ModelCost, policies: Policies, rates: Rates, computing: Computing, *, on_card: bool
 ) -> float:
     """What starting operations takes; a card has them started while it computes."""
     layers = cost.layers / policies.sharding.pipeline_parallel
@@ -124,7 +82,7 @@ def _communication(
     policies: Policies,
     workload: Workload,
     rates: Rates,
-    computing: _Computing,
+    computing: Computing,
     *,
     machines: int,
     on_card: bool,
@@ -132,10 +90,19 @@ def _communication(
     """What collectives take; on a card, of those that computing hides, what is beyond it."""
     found = exchanges(cost.sizes, policies, workload)
     waits = waiting(found, policies.sharding, machines, rates)
-    return waits.exposed + max(0.0, waits.hidden - (computing.total if on_card else 0.0))
+    packed = sum(map(_packed_bytes, found)) / rates.memory_bytes_per_second
+    return packed + waits.exposed + max(0.0, waits.hidden - (computing.total if on_card else 0.0))
 
 
-def _bubble(policies: Policies, computing: _Computing) -> float:
+def _packed_bytes(exchange: Exchange) -> float:
+    """Read and written where FSDP2 copies parameters out of the buffer that they are gathered in,
+    and gradients into the one that is scattered: computing waits for both."""
+    if exchange.dimension is not Dimension.SHARD or exchange.kind is Collective.ALL_REDUCE:
+        return 0.0
+    return 2 * exchange.bytes_each * exchange.count
+
+
+def _bubble(policies: Policies, computing: Computing) -> float:
     """What stages of a pipeline stand idle while it fills and empties: as long as (stages - 1) of
     the micro-batches compute, interleaved a part of that (https://arxiv.org/abs/2104.04473, 2.2).
     """
@@ -144,54 +111,8 @@ def _bubble(policies: Policies, computing: _Computing) -> float:
     return computing.total * (sharding.pipeline_parallel - 1) / runs
 
 
-def _computing(cost: ModelCost, policies: Policies, workload: Workload, rates: Rates) -> _Computing:
-    sharding = policies.sharding
-    # Ranks have an equal part each, by sequences or by matrices; of stages the fullest counts.
-    tokens = workload.average_tokens_per_step / sharding.ranks * _fullest(cost, policies)
-    attention = 2 * 2 * cost.layers * cost.hidden_size * workload.sequence_length / 2
-    products = 2 * cost.matmul_parameters + attention
-    recomputed = 2 * (cost.matmul_parameters - cost.head_parameters) + attention
-    shares = sharding.tensor_parallel * sharding.pipeline_parallel
-    matrices = cost.matmul_parameters / shares * policies.precision.parameter_bytes
-    least = policies.batch.accumulation_steps * matrices / rates.memory_bytes_per_second
-
-    def seconds(operations: float) -> float:
-        """Of products that read every matrix once in each micro-batch."""
-        return max(operations / rates.matmul_flops_per_second, least)
-
-    element_wise = tokens * cost.activation_bytes_per_token / rates.memory_bytes_per_second
-    again = seconds(tokens * recomputed) + element_wise * _MOVES_IN_FORWARD
-    again *= (1 / policies.checkpointing.every) if policies.checkpointing.enabled else 0.0
-    # Backward is two products per product, one where the weight is frozen.
-    times = 2 if policies.adapter is None else 1
-    return _Computing(
-        seconds(tokens * products) + element_wise * _MOVES_IN_FORWARD,
-        times * seconds(tokens * products) + element_wise * _MOVES_IN_BACKWARD,
-        again + _logits_again(cost, policies, tokens) / rates.matmul_flops_per_second,
-    )
-
-
-def _fullest(cost: ModelCost, policies: Policies) -> float:
-    """How much more the fullest stage computes than an average one."""
-    stages = policies.sharding.pipeline_parallel
-    if stages == 1:
-        return 1.0
-    inside = (cost.matmul_parameters - cost.head_parameters) // cost.layers
-    sizes = stages, policies.sharding.virtual_stages, policies.sharding.stage_layers
-    runs = layout_of(cost.layers, inside, cost.head_parameters, *sizes)
-    weights = [inside * sum(map(len, runs[number::stages])) for number in range(stages)]
-    weights[-1] += cost.head_parameters
-    return stages * max(weights) / cost.matmul_parameters
-
-
-def _logits_again(cost: ModelCost, policies: Policies, tokens: float) -> float:
-    """Operations of the output layer's product that a loss in slices makes once more."""
-    sliced = policies.loss.kind is LossKind.SLICED
-    return tokens * 2 * cost.head_parameters if sliced else 0.0
-
-
 def _copies(
-    traffic: Traffic, policies: Policies, rates: Rates, computing: _Computing, *, on_card: bool
+    traffic: Traffic, policies: Policies, rates: Rates, computing: Computing, *, on_card: bool
 ) -> float:
     """What copies take beyond the computing of the forward or backward that they belong to.
 
@@ -199,7 +120,8 @@ def _copies(
     """
     rate = rates.copy_bytes_per_second
     parameters, activations = traffic.parameters_in / rate, traffic.activations / rate
-    gradients, late = traffic.gradients_out / rate, traffic.gradients_late / rate
+    added = MOVES_OF_A_SUM * traffic.gradients_added / rates.host_memory_bytes_per_second
+    gradients, late = traffic.gradients_out / rate + added, traffic.gradients_late / rate
     if not on_card:
         return 2 * parameters + 2 * activations + gradients + late
     waited = 0.0
@@ -211,7 +133,7 @@ def _copies(
     return waited + forward + backward + late
 
 
-def _disk_while_computing(traffic: Traffic, rates: Rates, computing: _Computing) -> float:
+def _disk_while_computing(traffic: Traffic, rates: Rates, computing: Computing) -> float:
     """What reading parameters and adding gradients up on disk take beyond computing."""
     parameters = traffic.disk_parameters / rates.disk_read_bytes_per_second
     gradients = traffic.disk_gradients / rates.disk_write_bytes_per_second

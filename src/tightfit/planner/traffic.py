@@ -26,6 +26,7 @@ class Traffic:
         activations: to the host in forward, and back in backward.
         gradients_out: to the host while backward runs.
         gradients_late: to the host after backward.
+        gradients_added: of those that go out, what is added on the host to what is there.
         values_in: to the device after the update.
         disk_parameters: read in forward, and again in backward.
         disk_gradients: written in backward; but for the first micro-batch, read there too.
@@ -38,6 +39,7 @@ class Traffic:
     activations: float = 0.0
     gradients_out: float = 0.0
     gradients_late: float = 0.0
+    gradients_added: float = 0.0
     values_in: float = 0.0
     disk_parameters: float = 0.0
     disk_gradients: float = 0.0
@@ -92,6 +94,7 @@ def traffic_of(run: DryRun, policies: Policies, activation_bytes: float) -> Traf
         else activation_bytes * max(0, run.shape.layers - _KEPT_LAYERS) / run.shape.layers,
         gradients_out=0.0 if late else steps * gradients,
         gradients_late=gradients if late else 0.0,
+        gradients_added=0.0 if late or on_nvme else (steps - 1) * gradients,
         values_in=gradients * _resident_share(run, policies),
         disk_parameters=steps * on_disk.get(Kind.PARAMETERS, 0),
         disk_gradients=steps * gradients if on_nvme else 0.0,

@@ -114,6 +114,7 @@ def _on_cpu(probe: Probe, share: RankShare) -> Rates:
         matmul_flops_per_second=_plateau(host.matmul),
         memory_bytes_per_second=host.memory,
         copy_bytes_per_second=host.copy,
+        host_memory_bytes_per_second=2 * host.copy,
         device_optimizer_parameters_per_second=host.optimizer,
         host_optimizer_parameters_per_second=host.optimizer,
         operation_seconds=host.operation_seconds,
@@ -127,13 +128,14 @@ def _on_card(probe: Probe, share: RankShare, hardware: Hardware) -> Rates | None
     products = None if card is None else card.matmul.get(share.precision)
     if card is None or not products:
         return None
-    threads = update_threads(share.device, probe.cores, share.ranks)
+    host = host_of_rank(probe, update_threads(share.device, probe.cores, share.ranks), share.ranks)
     return Rates(
         matmul_flops_per_second=_plateau(products),
         memory_bytes_per_second=card.memory,
         copy_bytes_per_second=min(card.copies.to_card, card.copies.to_host),
+        host_memory_bytes_per_second=2 * host.copy,
         device_optimizer_parameters_per_second=card.optimizer,
-        host_optimizer_parameters_per_second=host_of_rank(probe, threads, share.ranks).optimizer,
+        host_optimizer_parameters_per_second=host.optimizer,
         operation_seconds=card.operation_seconds,
         matmul_by_width=tuple(sorted(products.items())),
         link=_link(probe.link, "nccl", share.ranks),
