@@ -44,20 +44,30 @@ def seconds(
 
 
 @pytest.mark.parametrize(
-    ("traffic", "card", "cpu"),
+    ("traffic", "card", "copied", "made"),
     [
-        (Traffic(parameters_in=1), 0, 2),
-        (Traffic(parameters_in=5), (5 - 2) + (5 - 4), 10),
-        (Traffic(activations=3), 3 - 2, 6),
-        (Traffic(parameters_in=2, activations=2), 0, 8),  # both ways at once in forward
-        (Traffic(parameters_in=3, activations=2), (3 - 2) + (3 + 2 - 4), 10),
-        (Traffic(gradients_out=5), 5 - 4, 5),
-        (Traffic(gradients_late=5), 5, 5),
+        (Traffic(parameters_in=1), 0, 0, 2),
+        (Traffic(parameters_in=5), (5 - 2) + (5 - 4), 0, 10),
+        (Traffic(activations=3), 3 - 2, 3, 3),
+        (Traffic(parameters_in=2, activations=2), 0, 2, 6),  # both ways at once in forward
+        (Traffic(parameters_in=3, activations=2), (3 - 2) + (3 + 2 - 4), 2, 8),
+        (Traffic(gradients_out=5), 5 - 4, 5, 0),
+        (Traffic(gradients_late=5), 5, 5, 0),
     ],
 )
-def test_copies_hide_behind_a_cards_own_computing(traffic: Traffic, card: int, cpu: int) -> None:
+def test_copies_hide_behind_a_cards_own_computing(
+    traffic: Traffic, card: int, copied: int, made: int
+) -> None:
     assert seconds(traffic, on_card=True)["copies"] == pytest.approx(card)
-    assert seconds(traffic, on_card=False)["copies"] == pytest.approx(cpu)
+    cpu = seconds(traffic, on_card=False)["copies"]
+    assert cpu == pytest.approx(copied + made / (MEMORY / 2))
+
+
+@pytest.mark.parametrize("on_card", [True, False])
+def test_what_the_host_adds_takes_its_time_beside_what_is_copied(on_card: bool) -> None:
+    behind = 4 if on_card else 0
+    found = seconds(Traffic(gradients_out=5, gradients_added=1000), on_card=on_card)
+    assert found["copies"] == pytest.approx(5 + 3 * 1000 / MEMORY - behind)
 
 
 def test_recomputing_hides_more() -> None:

@@ -24,9 +24,9 @@ _MOVES_IN_BACKWARD = 3
 # Times that a logit is read or written in fp32 beside its products, in place: the highest, the
 # difference to it, the exponential, the sum, the quotient and its gradient (`engine/loss.py`); a
 # full loss has about as many, of tensors that it makes.
-_MOVES_OF_LOGITS = 10
-# The same of a value of the output layer's gradient in fp32: made, added to, scaled.
-_MOVES_OF_HEAD_GRADIENT = 5
+_MOVES_OF_LOGITS = 9
+# The same of a value of the output layer's gradient in fp32: added to, scaled.
+_MOVES_OF_HEAD_GRADIENT = 4
 MOVES_OF_A_SUM = 3  # two are read, one is written
 
 
@@ -132,45 +132,59 @@ class _Moved:
     Attributes:
         left_by_layers: of each time that what layers leave is read or written.
         logits: of the loss.
-        gradients: of summing those of a parameter.
+        gradients: of making and summing those of parameters.
         unpacked: of one pass through a packed base in all micro-batches.
     """
 
     def __init__(
         self, cost: ModelCost, policies: Policies, tokens: float, rates: Rates, *, on_card: bool
     ) -> None:
+        sharding, micro_batches = policies.sharding, policies.batch.accumulation_steps
+        parts = sharding.tensor_parallel * sharding.pipeline_parallel
+        in_place = rates.in_place_bytes_per_second(on_card=on_card)
         made = rates.memory_bytes_per_second
-        in_place = made if on_card else rates.host_memory_bytes_per_second
-        sizes, micro_batches = cost.sizes, policies.batch.accumulation_steps
-        # Tokens count for the rank's part of the layers, and of the vocabulary.
+        new = rates.new_bytes_per_second(on_card=on_card)
+        logits = tokens * cost.sizes.vocab_size * _FP32_BYTES
+        unpacked = _unpacked_bytes(cost.sizes, policies) / parts
         self.left_by_layers = tokens * cost.activation_bytes_per_token / made
-        self.logits = tokens * sizes.vocab_size * _FP32_BYTES * _MOVES_OF_LOGITS / in_place
-        self.gradients = _summed_bytes(cost, policies) / in_place
-        unpacked = _unpacked_bytes(sizes, policies) / policies.sharding.tensor_parallel
-        self.unpacked = micro_batches * unpacked / policies.sharding.pipeline_parallel / made
+        self.logits = logits / new + _MOVES_OF_LOGITS * logits / in_place
+        self.gradients = (
+            _made_bytes(cost, policies) / parts / new
+            + _summed_bytes(cost, policies) / parts / in_place
+        )
+        self.unpacked = micro_batches * unpacked / made
+
+
+def _made_bytes(cost: ModelCost, policies: Policies) -> float:
+    """Of gradients in new memory: once in a step, and those of the vocabulary's matrices whole in
+    each micro-batch."""
+    width = _gradient_width(policies)
+    if policies.adapter is not None:
+        return cost.trainable * width
+    ends = width + (0 if policies.loss.kind is LossKind.FULL else _FP32_BYTES)
+    return cost.trainable * width + policies.batch.accumulation_steps * cost.head_parameters * ends
 
 
 def _summed_bytes(cost: ModelCost, policies: Policies) -> float:
     """Read and written on the device where gradients become sums: those of the micro-batches, and
-    those of the vocabulary's matrices, which are made whole in each of them."""
-    sharding, placement = policies.sharding, policies.placement
-    parts = sharding.tensor_parallel * sharding.pipeline_parallel
-    width = _FP32_BYTES if policies.adapter is not None else policies.precision.parameter_bytes
-    micro_batches = policies.batch.accumulation_steps
-    own = cost.trainable / parts
-    if sharding.zero_stage > 1:  # else they are summed before they are scattered
-        own /= sharding.shards
+    in each of them those of the vocabulary's matrices."""
+    sharding, micro_batches = policies.sharding, policies.batch.accumulation_steps
+    width = _gradient_width(policies)
     summed = 0.0
-    if placement.gradients is Tier.DEVICE:
-        summed = MOVES_OF_A_SUM * own * width * (micro_batches - 1)
+    if policies.placement.gradients is Tier.DEVICE:
+        shards = sharding.shards if sharding.zero_stage > 1 else 1  # scattered before the sum
+        summed = MOVES_OF_A_SUM * cost.trainable / shards * width * (micro_batches - 1)
     if policies.adapter is not None:
         return summed
-    head = _MOVES_OF_HEAD_GRADIENT * _FP32_BYTES
-    if policies.loss.kind is LossKind.FULL:
-        head = 0
-    embedding = width * (1 + (MOVES_OF_A_SUM if cost.sizes.tied else 0))
-    matrix = cost.head_parameters / parts
-    return summed + micro_batches * matrix * (head + embedding)
+    full = policies.loss.kind is LossKind.FULL
+    head = 0 if full else _MOVES_OF_HEAD_GRADIENT * _FP32_BYTES
+    embedding = MOVES_OF_A_SUM * width if cost.sizes.tied else 0
+    return summed + micro_batches * cost.head_parameters * (head + embedding)
+
+
+def _gradient_width(policies: Policies) -> int:
+    """Bytes of a gradient's number; adapters are fp32."""
+    return _FP32_BYTES if policies.adapter is not None else policies.precision.parameter_bytes
 
 
 def _unpacked_bytes(sizes: ModelSizes, policies: Policies) -> float:

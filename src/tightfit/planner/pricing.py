@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tightfit.bill.optimizers import FP32_BYTES
 from tightfit.bill.runtime import Capability, Link, likely_link, runtime_bytes
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
@@ -24,6 +25,7 @@ from tightfit.planner.step_time import predict_step_time
 from tightfit.planner.traffic import Traffic, traffic_of
 from tightfit.policies import (
     CheckpointingPolicy,
+    LossKind,
     OptimizerPolicy,
     PlacementPolicy,
     Policies,
@@ -233,9 +235,13 @@ class Pricing:
 
     @cached_property
     def _activation_bytes_per_token(self) -> float:
+        """Of layers, without the loss's own."""
         keeping_all = replace(
             self.plain, checkpointing=CheckpointingPolicy(), placement=PlacementPolicy()
         )
         peaks = self.run(keeping_all).table.peaks
         most = max(kinds[Tier.DEVICE].get(Kind.ACTIVATIONS, 0) for kinds in peaks.values())
-        return most / (self.plain.batch.micro_batch_size * self.workload.sequence_length)
+        of_a_token = most / (self.plain.batch.micro_batch_size * self.workload.sequence_length)
+        if self.plain.loss.kind is LossKind.FULL:  # which keeps the logarithms of probabilities
+            of_a_token -= FP32_BYTES * self.run(keeping_all).shape.vocab_size
+        return max(0.0, of_a_token)

@@ -90,6 +90,15 @@ class Rates:
             disk_write_bytes_per_second=disk.write_bytes_per_second,
         )
 
+    def in_place_bytes_per_second(self, *, on_card: bool) -> float:
+        """Read and written on the device without making a tensor."""
+        return self.memory_bytes_per_second if on_card else self.host_memory_bytes_per_second
+
+    def new_bytes_per_second(self, *, on_card: bool) -> float:
+        """Written into a large new tensor. What costs time on a CPU is not the writing but the new
+        pages, so that it takes what reading and writing takes together where those are measured."""
+        return self.memory_bytes_per_second / (1 if on_card else 2)
+
     def at_width(self, width: int) -> Rates:
         """The same for a model whose layers are so wide."""
         if not self.matmul_by_width:

@@ -44,7 +44,7 @@ def predict_step_time(
     computing = computing_of(cost, policies, workload, rates, on_card=on_card)
     copies = _copies(traffic, policies, rates, computing, on_card=on_card)
     disk = _disk_while_computing(traffic, rates, computing)
-    update = _Update.of(cost, policies, rates, traffic)
+    update = _Update.of(cost, policies, rates, traffic, on_card=on_card)
     budget = computing.forward / policies.batch.accumulation_steps
     budget = budget if policies.placement.lazy_step else 0.0
     hides = budget if on_card else 0.0
@@ -116,14 +116,18 @@ def _copies(
 ) -> float:
     """What copies take beyond the computing of the forward or backward that they belong to.
 
-    On a card both directions go at once. Without prefetch a layer waits for its parameters.
+    On a card both directions go at once, and without prefetch a layer waits for its parameters; on
+    a CPU what comes to the device is made anew there.
     """
     rate = rates.copy_bytes_per_second
     parameters, activations = traffic.parameters_in / rate, traffic.activations / rate
     added = MOVES_OF_A_SUM * traffic.gradients_added / rates.host_memory_bytes_per_second
     gradients, late = traffic.gradients_out / rate + added, traffic.gradients_late / rate
     if not on_card:
-        return 2 * parameters + 2 * activations + gradients + late
+        new = (2 * traffic.parameters_in + traffic.activations) / rates.new_bytes_per_second(
+            on_card=False
+        )
+        return new + activations + gradients + late
     waited = 0.0
     if not policies.placement.prefetch:
         waited, parameters = 2 * parameters, 0.0
@@ -160,14 +164,23 @@ class _Update:
     copies: float
 
     @classmethod
-    def of(cls, cost: ModelCost, policies: Policies, rates: Rates, traffic: Traffic) -> _Update:
+    def of(
+        cls,
+        cost: ModelCost,
+        policies: Policies,
+        rates: Rates,
+        traffic: Traffic,
+        *,
+        on_card: bool,
+    ) -> _Update:
+        """Each part; see the attributes."""
         # The norm and the clipping read and write every gradient once more.
         own = cost.trainable / policies.sharding.updaters
         touched = 3 * own * policies.precision.parameter_bytes
         host = rates.host_optimizer_parameters_per_second
         staying = own - traffic.updated_off
         return cls(
-            norm=touched / rates.memory_bytes_per_second,
+            norm=touched / rates.in_place_bytes_per_second(on_card=on_card),
             on_device=staying / rates.device_optimizer_parameters_per_second,
             first=traffic.updated_first / host,
             rest=(traffic.updated_off - traffic.updated_first) / host,
