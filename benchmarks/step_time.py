@@ -42,6 +42,9 @@ JOB = {
     "offload_param": "none",
     "offload_activations": "false",
     "memory_limit": "none",
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_replicas": 1,
     "save_only_model": "true",
 }
 CHECKPOINTING = {"gradient_checkpointing": "true"}

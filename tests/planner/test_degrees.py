@@ -52,6 +52,15 @@ def test_tensor_groups_stay_inside_a_machine(job: MakeJob) -> None:
     assert {s.pipeline_parallel for s in found} == {1, 2, 4, 8}
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_that_is_asked_for_shares_something_out(job: MakeJob, stage: int) -> None:
+    """Two stages of a pipeline on two ranks are no answer to ZeRO-3."""
+    found = shardings_of(job(num_gpus=2, train_batch_size=2, zero_stage=stage), LLAMA)
+    assert sizes(found) == {(1, 1)}
+    whole = {"tensor_parallel_size": 2, "zero_stage": stage}
+    assert sizes(shardings_of(job(num_gpus=2, train_batch_size=2, **whole), LLAMA)) == {(2, 1)}
+
+
 def test_no_stage_is_without_a_layer(job: MakeJob) -> None:
     found = shardings_of(job(num_gpus=8, train_batch_size=8), {"num_hidden_layers": 3})
     assert {s.pipeline_parallel for s in found} == {1, 2}

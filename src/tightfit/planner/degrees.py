@@ -36,6 +36,8 @@ def shardings_of(job: Job, config: Mapping[str, Any] | None = None) -> tuple[Sha
         if job.ranks % (tensor * stages) == 0
         for sharding in _shared_out(job, tensor, stages)
     ]
+    # A stage that is asked for is to share something out, where there is a way.
+    found = [one for one in found if not one.zero_stage or one.shards > 1] or found
     found.sort(key=_plainness)
     return tuple(filter(_divides, found)) or tuple(found)  # policies say why none goes
 
