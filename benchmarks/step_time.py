@@ -69,9 +69,9 @@ RUNS = [
     Run("ZeRO-0", 2, {"zero_stage": 0}),
     Run("ZeRO-3, checkpointing", 2, {"zero_stage": 3} | CHECKPOINTING),
     Run("ZeRO-2, optimizer on the host", 2, {"zero_stage": 2} | OPTIMIZER),
-    Run("ZeRO-3", 4, {"zero_stage": 3}),
     Run("pipeline of 2 stages, checkpointing", 2,
         {"pipeline_parallel_size": 2} | CHECKPOINTING),
+    Run("ZeRO-3", 4, {"zero_stage": 3}),
 ]  # fmt: skip
 
 
