@@ -10,6 +10,7 @@ from tightfit.facts.workload import Workload
 from tightfit.planner.collectives import ModelSizes
 from tightfit.planner.computing import Computing, ModelCost, computing_of
 from tightfit.planner.rates import Rates
+from tightfit.planner.traffic import Traffic
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
@@ -38,15 +39,20 @@ COST = ModelCost(
     hidden_size=10, activation_bytes_per_token=0, sizes=SIZES,
 )  # fmt: skip
 FOUR = Workload(sequence_length=2, global_batch_size=4)
-LAST = PlacementPolicy(Tier.DEVICE, Tier.HOST)
-AWAY = PlacementPolicy(Tier.HOST, Tier.HOST)
+NOTHING_MOVES = Traffic()
 LOGITS = 8 * 20 * 4 * 10  # tokens, vocabulary, bytes, times
 ENDS = 200 * (4 * 5 + 4)  # of the output layer and of the embedding, a micro-batch
 MADE = 1000 * 4  # gradients, once
 
 
-def computing(policies: Policies, cost: ModelCost = COST, *, on_card: bool = True) -> Computing:
-    return computing_of(cost, policies, FOUR, RATES, on_card=on_card)
+def computing(
+    policies: Policies,
+    cost: ModelCost = COST,
+    traffic: Traffic = NOTHING_MOVES,
+    *,
+    on_card: bool = True,
+) -> Computing:
+    return computing_of(cost, policies, FOUR, RATES, traffic, on_card=on_card)
 
 
 def chunked(steps: int, **more: object) -> Policies:
@@ -62,14 +68,12 @@ def test_gradients_of_later_micro_batches_are_added(steps: int) -> None:
     assert found.recompute == pytest.approx(0)
 
 
-@pytest.mark.parametrize(
-    ("placement", "summed"), [(PlacementPolicy(), 1), (LAST, 1), (AWAY, 0)], ids=str
-)
-def test_where_they_leave_the_device_they_are_not_added_there(
-    placement: PlacementPolicy, summed: int
-) -> None:
-    found = computing(chunked(2, placement=placement))
-    assert found.backward == pytest.approx(MADE + 2 * ENDS + summed * 3 * 1000 * 4)
+@pytest.mark.parametrize(("gradients", "staying"), [(Tier.DEVICE, 1000), (Tier.HOST, 400)])
+def test_those_that_leave_the_device_are_not_added_there(gradients: Tier, staying: int) -> None:
+    """A part of the layers may leave, and the updates of those whose gradients wait."""
+    placement = PlacementPolicy(gradients, Tier.HOST, optimizer_fraction=0.6)
+    found = computing(chunked(2, placement=placement), traffic=Traffic(updated_off=600))
+    assert found.backward == pytest.approx(MADE + 2 * ENDS + 3 * staying * 4)
 
 
 @pytest.mark.parametrize(("stage", "share"), [(0, 1), (1, 1), (2, 2), (3, 2)])

@@ -10,7 +10,9 @@ from tightfit.planner.links import exchange_seconds, link_between_ranks, waiting
 from tightfit.planner.rates import Link, Rates
 from tightfit.policies import ShardingPolicy
 
-RATES = Rates(1e12, 1e11, 1e10, 1e9, 1e9, 1e-6, link=Link.of(1e-5, 1e9), network=Link.of(1e-3, 1e8))
+RATES = Rates(
+    1e12, 1e11, 1e10, 1e11, 1e9, 1e9, 1e-6, link=Link.of(1e-5, 1e9), network=Link.of(1e-3, 1e8)
+)
 MIB = 2**20
 
 
@@ -48,7 +50,7 @@ def test_tensor_ranks_never_leave_their_machine() -> None:
 
 
 def test_a_link_that_nobody_knows_is_as_fast_as_copies() -> None:
-    unknown = Rates(1e12, 1e11, 1e10, 1e9, 1e9, 1e-6)
+    unknown = Rates(1e12, 1e11, 1e10, 1e11, 1e9, 1e9, 1e-6)
     assert link_between_ranks(unknown).all_reduce.bytes_per_second == 1e10
 
 

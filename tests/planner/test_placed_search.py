@@ -152,7 +152,7 @@ def test_no_way_that_fits_is_faster(planned: Callable[..., Plan], pricing: Prici
         # parameters a few layers too many may, as the output layer, which visits the device where
         # all leave, is taken to visit it where a fraction does.
         travel = plan.policies.placement.parameters is not Tier.DEVICE
-        assert plan.step_time.total == pytest.approx(best, rel=2e-3 if travel else 1e-6)
+        assert plan.step_time.total == pytest.approx(best, rel=4e-3 if travel else 1e-6)
         chosen.add(plan.policies.placement)
     assert len(chosen) > 5
     assert any(0 < p.optimizer_fraction < 1 for p in chosen)

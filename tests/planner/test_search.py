@@ -387,5 +387,6 @@ def test_a_plan_says_what_its_stage_saves(plan: Planner) -> None:
 def test_two_ranks_compute_half_each_and_send(plan: Planner) -> None:
     keys = {key: value for key, value in STAGES_ONLY.items() if key != "num_gpus"}
     one, two = plan(**keys), plan(**STAGES_ONLY, zero_stage=0)
-    assert two.step_time.compute == pytest.approx(one.step_time.compute / 2, rel=0.01)
+    # Of products; each makes all gradients.
+    assert one.step_time.compute / 2 < two.step_time.compute < 0.7 * one.step_time.compute
     assert two.step_time.communication > 0 == one.step_time.communication

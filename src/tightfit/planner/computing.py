@@ -14,6 +14,7 @@ from tightfit.bill.stages import layout_of
 from tightfit.facts.workload import Workload
 from tightfit.planner.collectives import ModelSizes
 from tightfit.planner.rates import Rates
+from tightfit.planner.traffic import Traffic
 from tightfit.policies import LossKind, Policies, Tier
 
 _FP32_BYTES = 4
@@ -69,15 +70,22 @@ class Computing:
 
 
 def computing_of(
-    cost: ModelCost, policies: Policies, workload: Workload, rates: Rates, *, on_card: bool
+    cost: ModelCost,
+    policies: Policies,
+    workload: Workload,
+    rates: Rates,
+    traffic: Traffic,
+    *,
+    on_card: bool,
 ) -> Computing:
     """What a step's forward, backward and recomputing take.
 
     Args:
+        traffic: what moves meanwhile.
         on_card: whether the device is none of the host's processors.
     """
     products = _Products(cost, policies, workload, rates)
-    moved = _Moved(cost, policies, products.tokens, rates, on_card=on_card)
+    moved = _Moved(cost, policies, products.tokens, rates, traffic, on_card=on_card)
     again = 1 / policies.checkpointing.every if policies.checkpointing.enabled else 0.0
     recompute = products.layers + moved.left_by_layers * _MOVES_IN_FORWARD + moved.unpacked
     # Backward is two products per product, one where the weight is frozen.
@@ -137,7 +145,14 @@ class _Moved:
     """
 
     def __init__(
-        self, cost: ModelCost, policies: Policies, tokens: float, rates: Rates, *, on_card: bool
+        self,
+        cost: ModelCost,
+        policies: Policies,
+        tokens: float,
+        rates: Rates,
+        traffic: Traffic,
+        *,
+        on_card: bool,
     ) -> None:
         sharding, micro_batches = policies.sharding, policies.batch.accumulation_steps
         parts = sharding.tensor_parallel * sharding.pipeline_parallel
@@ -150,7 +165,7 @@ class _Moved:
         self.logits = logits / new + _MOVES_OF_LOGITS * logits / in_place
         self.gradients = (
             _made_bytes(cost, policies) / parts / new
-            + _summed_bytes(cost, policies) / parts / in_place
+            + _summed_bytes(cost, policies, traffic) / parts / in_place
         )
         self.unpacked = micro_batches * unpacked / made
 
@@ -165,15 +180,15 @@ def _made_bytes(cost: ModelCost, policies: Policies) -> float:
     return cost.trainable * width + policies.batch.accumulation_steps * cost.head_parameters * ends
 
 
-def _summed_bytes(cost: ModelCost, policies: Policies) -> float:
+def _summed_bytes(cost: ModelCost, policies: Policies, traffic: Traffic) -> float:
     """Read and written on the device where gradients become sums: those of the micro-batches, and
     in each of them those of the vocabulary's matrices."""
     sharding, micro_batches = policies.sharding, policies.batch.accumulation_steps
     width = _gradient_width(policies)
-    summed = 0.0
-    if policies.placement.gradients is Tier.DEVICE:
-        shards = sharding.shards if sharding.zero_stage > 1 else 1  # scattered before the sum
-        summed = MOVES_OF_A_SUM * cost.trainable / shards * width * (micro_batches - 1)
+    leave = policies.placement.gradients is not Tier.DEVICE
+    staying = cost.trainable - traffic.updated_off * sharding.updaters * leave
+    shards = sharding.shards if sharding.zero_stage > 1 else 1  # scattered before the sum
+    summed = MOVES_OF_A_SUM * staying / shards * width * (micro_batches - 1)
     if policies.adapter is not None:
         return summed
     full = policies.loss.kind is LossKind.FULL

@@ -41,7 +41,7 @@ def predict_step_time(
         machines: that the ranks are on.
         on_card: whether the device computes while the host copies and updates.
     """
-    computing = computing_of(cost, policies, workload, rates, on_card=on_card)
+    computing = computing_of(cost, policies, workload, rates, traffic, on_card=on_card)
     copies = _copies(traffic, policies, rates, computing, on_card=on_card)
     disk = _disk_while_computing(traffic, rates, computing)
     update = _Update.of(cost, policies, rates, traffic, on_card=on_card)
