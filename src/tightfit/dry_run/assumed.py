@@ -6,7 +6,8 @@ two are exchanged by their closed forms. Every bill that needs this says so, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from transformers import PretrainedConfig
@@ -21,6 +22,7 @@ from tightfit.engine.quantisation import linear_layers
 from tightfit.engine.supported import engine_lacks
 from tightfit.engine.tensor_parallel import divided_dims
 from tightfit.policies import (
+    AdapterPolicy,
     OptimizerName,
     Policies,
     QuantisationPolicy,
@@ -114,20 +116,37 @@ def _exchanged(counted: Kinds, before: Kinds, after: Kinds, phase: Phase) -> Kin
     return {kind: count for kind, count in kinds.items() if count}
 
 
+@dataclass(frozen=True)
+class _Model:
+    """A config that is known by its text."""
+
+    text: str
+    config: PretrainedConfig = field(compare=False)
+
+
 def tensors_of(config: PretrainedConfig, policies: Policies) -> ModelTensors:
     """Shapes of all parameters under `policies`, adapters included.
 
     Raises:
         UnsupportedError: tensor-parallel ranks cannot share the model.
     """
-    if policies.adapter is not None:
+    model = _Model(config.to_json_string(use_diff=False), config)
+    quantised, ranks = policies.quantisation is not None, policies.sharding.tensor_parallel
+    return _tensors(model, policies.adapter, ranks, quantised=quantised)
+
+
+@lru_cache(maxsize=64)
+def _tensors(
+    described: _Model, adapter: AdapterPolicy | None, ranks: int, *, quantised: bool
+) -> ModelTensors:
+    """See `tensors_of`; a search asks for the same ones again and again."""
+    if adapter is not None:
         import_library()
     with torch.device("meta"):
-        model = build_model(config, torch.float32)
-        linears = linear_layers(model) if policies.quantisation is not None else []
+        model = build_model(described.config, torch.float32)
+        linears = linear_layers(model) if quantised else []
         packed = {getattr(parent, name).weight for parent, name in linears}
-        adapted = apply_adapter(model, policies.adapter)
-    ranks = policies.sharding.tensor_parallel
+        adapted = apply_adapter(model, adapter)
     dims = divided_dims(adapted, model, ranks) if ranks > 1 else {}
     named = (
         (
@@ -141,4 +160,4 @@ def tensors_of(config: PretrainedConfig, policies: Policies) -> ModelTensors:
         )
         for name, parameter in adapted.named_parameters()
     )
-    return ModelTensors.grouped(named, tied=bool(config.tie_word_embeddings))
+    return ModelTensors.grouped(named, tied=bool(described.config.tie_word_embeddings))

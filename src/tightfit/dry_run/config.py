@@ -10,6 +10,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -68,15 +69,17 @@ def _one_line(error: Exception) -> str:
 
 
 def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config, with whatever its weights are at first.
+    """The model of a config, with whatever was in memory for weights.
 
     Raises:
         InputError: transformers cannot build it.
     """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype
-        )
+        with no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=dtype
+            )
+        model.tie_weights()  # otherwise a part of what was left out
     except _BAD_VALUE as error:
         raise InputError(
             f"config.json of a {config.model_type} model: transformers cannot build it: "

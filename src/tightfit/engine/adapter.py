@@ -86,10 +86,12 @@ def _draw_by_name(adapted: nn.Module, seed: bytes) -> None:
 
     layers = {n: m for n, m in adapted.named_modules() if isinstance(m, LoraLayer)}
     cards = {p.device.index or 0 for p in adapted.parameters() if p.is_cuda}
+    # Without a card the CPU's generator alone: torch tells all others, with a trace for each.
+    start_from = torch.manual_seed if cards else torch.default_generator.manual_seed
     with torch.random.fork_rng(cards):
         for name, layer in layers.items():
             digest = hashlib.sha256(seed + name.encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8]) % 2**63)
+            start_from(int.from_bytes(digest[:8]) % 2**63)
             for adapter in layer.r:
                 layer.reset_lora_parameters(adapter, init_lora_weights=True)
 
