@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.taken import only
-from transformers import Gemma2Config, LlamaConfig
+from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
 import tightfit.dry_run.run as program
 from tightfit.bill.table import Kind, MemoryTable, Phase
@@ -16,6 +16,8 @@ from tightfit.dry_run.depth import with_depth
 from tightfit.facts.workload import Workload
 from tightfit.policies import (
     AdapterPolicy,
+    AttentionKernel,
+    AttentionPolicy,
     BatchPolicy,
     CheckpointingPolicy,
     LossKind,
@@ -206,7 +208,32 @@ def test_two_runs_of_layers_are_extrapolated_each_along_its_line(
 ) -> None:
     """To what a run of all layers takes, and without one."""
     config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 40})
-    policies, workload = Policies(placement=placement, **way), Workload(16, 6)
+    policies = Policies(placement=placement, **way)
+    assert max(depths_that_stand_for_all(config, policies, monkeypatch)) <= 13
+
+
+@pytest.mark.parametrize("placement", [AWAY[2], AWAY[5]])
+def test_so_are_layers_that_take_turns(
+    placement: PlacementPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they differ, or every second one is checkpointed."""
+    of_gemma = {"model_type": "gemma2", "head_dim": 8, "sliding_window": 4}
+    turns = Gemma2Config(**{**CONFIG.to_dict(), **of_gemma, "num_hidden_layers": 41})
+    alike = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 41})
+    steps, eager = BatchPolicy(1, 2), AttentionPolicy(AttentionKernel.EAGER)
+    every_second = CheckpointingPolicy(True, every=2)
+    for config, policies in (
+        (turns, Policies(placement=placement, batch=steps, attention=eager)),
+        (alike, Policies(placement=placement, batch=steps, checkpointing=every_second)),
+    ):
+        assert max(depths_that_stand_for_all(config, policies, monkeypatch)) <= 15
+
+
+def depths_that_stand_for_all(
+    config: PretrainedConfig, policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """The depths that are run in place of the whole, of which they say the same."""
+    workload = Workload(16, 6)
     whole = program.run(config, policies, workload, full_depth=True, card=None)
     depths: list[int] = []
     monkeypatch.setattr(
@@ -214,7 +241,7 @@ def test_two_runs_of_layers_are_extrapolated_each_along_its_line(
     )
     assert program.run(config, policies, workload, full_depth=False, card=None) == whole
     assert len(depths) >= 2
-    assert max(depths) <= 13
+    return depths
 
 
 def test_two_runs_of_few_layers_are_run_whole() -> None:

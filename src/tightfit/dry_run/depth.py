@@ -44,16 +44,28 @@ def depths_of(config: PretrainedConfig, shallow: int = SHALLOW, *, every: int = 
     layer is of the same kind in all three.
     """
     depth = config.num_hidden_layers
-    signatures = layer_signatures(config)
-    own, period = prefix_and_period(
-        [(*signature, index % every) for index, signature in enumerate(signatures)]
-    )
-    few = own + (depth - own) % period
-    while few < own + max(shallow, 1 if period == 1 else period + shallow):
-        few += period
+    own, period = rounds_of(config, every=every)
+    few = own + fewest_layers(depth - own, shallow, period)
     if depth <= few + period:
         return Depths(depth, depth, 0)
     return Depths(few, few + period, (depth - few) // period - 1)
+
+
+def rounds_of(config: PretrainedConfig, *, every: int = 1) -> tuple[int, int]:
+    """How many layers come before the rounds begin, and how many layers a round has.
+
+    Args:
+        every: after how many layers what is done to them repeats.
+    """
+    signatures = enumerate(layer_signatures(config))
+    return prefix_and_period([(*signature, index % every) for index, signature in signatures])
+
+
+def fewest_layers(length: int, shallow: int, period: int) -> int:
+    """Layers that stand for `length` of them, whole rounds fewer: so many, and a round where layers
+    differ, before the run is in its steady state."""
+    least = shallow if period == 1 else period + shallow
+    return min(length, least + (length - least) % period)
 
 
 def layer_signatures(config: PretrainedConfig) -> list[tuple[Any, ...]]:

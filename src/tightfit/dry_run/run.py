@@ -17,7 +17,15 @@ from tightfit.bill.timetable import enough_micro_batches
 from tightfit.dry_run.allocator import CachingAllocator
 from tightfit.dry_run.assumed import exchange_states, nearest, tensors_of
 from tightfit.dry_run.config import build_model
-from tightfit.dry_run.depth import SHALLOW, depths_of, extrapolate, layer_signatures, with_depth
+from tightfit.dry_run.depth import (
+    SHALLOW,
+    depths_of,
+    extrapolate,
+    fewest_layers,
+    layer_signatures,
+    rounds_of,
+    with_depth,
+)
 from tightfit.dry_run.fakes import fake_tensors, make_fake
 from tightfit.dry_run.kernels import card_kernels
 from tightfit.dry_run.pinned import pinned_host
@@ -188,11 +196,12 @@ def _counted(config: PretrainedConfig, job: Job, *, full_depth: bool) -> _Counte
 
 def _divided(config: PretrainedConfig, job: Job, runs: Sequence[int]) -> _Counted:
     """Where some layers are placed otherwise than others: along a line for each of the runs."""
+    own, period = rounds_of(config, every=job.policies.checkpointing.every)
     least = _shallow(job.policies) + 1  # a run's ends differ from its middle, and from each other
-    few = [min(length, least) for length in runs]
+    few = [fewest_layers(length, least, period) for length in runs]
     longer = [number for number, length in enumerate(runs) if length > few[number]]
-    alike = len(set(layer_signatures(config))) == 1 and job.policies.checkpointing.every == 1
-    if not alike or len(runs) > _MOST_RUNS or (1 + len(longer)) * (sum(few) + 1) > sum(runs):
+    cost = (1 + len(longer)) * (sum(few) + period)
+    if own or len(runs) > _MOST_RUNS or cost > sum(runs):
         return _program(config, job)
 
     def counted(lengths: Sequence[int]) -> _Counted:
@@ -200,10 +209,13 @@ def _divided(config: PretrainedConfig, job: Job, runs: Sequence[int]) -> _Counte
         shorter = replace(job, policies=replace(job.policies, placement=placement))
         return _program(with_depth(config, sum(lengths)), shorter)
 
-    def one_more(number: int) -> list[int]:
-        return [length + (index == number) for index, length in enumerate(few)]
+    def one_round_more(number: int) -> list[int]:
+        return [length + period * (index == number) for index, length in enumerate(few)]
 
-    steps = [(counted(one_more(number)), runs[number] - few[number]) for number in longer]
+    steps = [
+        (counted(one_round_more(number)), (runs[number] - few[number]) // period)
+        for number in longer
+    ]
     return _along(counted(few), steps)
 
 
