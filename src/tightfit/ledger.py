@@ -69,6 +69,8 @@ class Ledger(TorchDispatchMode):
     Attributes:
         chapter: begins the names of sections from now on, so that what comes again, such as the
             second micro-batch of a step, is counted apart.
+        shortcut: asked for an operation's result before torch's dispatcher is; it gives
+            `NotImplemented` where that is to answer.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Ledger(TorchDispatchMode):
         self._device_type = (device or torch.device("cpu")).type
         self.limits = dict(limits or {})
         self.chapter = ""
+        self.shortcut: Callable[[Any, Any, Any], Any] = _no_shortcut
         self._storages: dict[int, _Storage] = {}
         self._now: dict[Tier, Kinds] = {tier: dict.fromkeys(Kind, 0) for tier in Tier}
         self._totals: dict[Tier, int] = dict.fromkeys(Tier, 0)
@@ -242,7 +245,10 @@ class Ledger(TorchDispatchMode):
             return NotImplemented
         if func is _DEVICE_OF:
             return args[0].device
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = self.shortcut(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
         if self._looks_away:
             return out
         if func in _MAKERS:
@@ -360,6 +366,11 @@ class Ledger(TorchDispatchMode):
         """In forward with gradients on, what is made is presumed to be kept for backward."""
         keeps = torch.is_grad_enabled() and self._section[0] is Phase.FORWARD
         return Kind.ACTIVATIONS if keeps else Kind.TEMPORARIES
+
+
+def _no_shortcut(func: Any, args: Any, kwargs: Any) -> Any:
+    """All go through the dispatcher."""
+    return NotImplemented
 
 
 def _without_zeros(kinds: Kinds) -> Kinds:

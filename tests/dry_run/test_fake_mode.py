@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from tightfit.dry_run.fake_mode import QuickFakes
+from tightfit.dry_run.fakes import fake_tensors
+from tightfit.ledger import Ledger
+from tightfit.policies import Tier
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -122,3 +125,32 @@ def test_values_are_answered() -> None:
         ends = torch.zeros(4, dtype=torch.int32)
         product = torch.nn.functional.grouped_mm(tokens, experts, offs=ends)
         assert (product.shape, product.dtype) == ((6, 8), torch.float32)
+
+
+def test_a_ledger_may_ask_for_what_was_done_before_and_counts_the_same() -> None:
+    def peak(*, shortcut: bool) -> tuple[int, int]:
+        asked = 0
+        with fake_tensors() as fakes, Ledger() as counting:
+
+            def known(*operation: Any) -> Any:
+                nonlocal asked
+                found = fakes.shortcut(*operation)
+                asked += found is not NotImplemented
+                return found
+
+            if shortcut:
+                counting.shortcut = known
+            left, right = torch.zeros(7, 5, requires_grad=True), torch.zeros(5, 3)
+            for _ in range(2):
+                values, places = (left @ right).view(-1)[2:].topk(3)
+                values.add_(1).sum().backward()
+            assert values.shape == places.shape == (3,)
+            assert left.grad is not None
+            assert left.grad.shape == left.shape
+            return counting.peak_bytes(Tier.DEVICE), asked
+
+    plain, none = peak(shortcut=False)
+    short, asked = peak(shortcut=True)
+    assert none == 0
+    assert asked > 10
+    assert short == plain

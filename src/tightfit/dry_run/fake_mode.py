@@ -59,11 +59,25 @@ class QuickFakes(FakeTensorMode):
             return self.dispatch(func, types, args, kwargs)
         entry = _known.get(key)
         if entry is not None:
-            made = tuple(self._made(info, func, args) for info in entry.output_infos)
-            return made if entry.is_output_tuple else made[0]
+            return self._results(entry, func, args)
         result = self.dispatch(func, types, args, kwargs)
         self._learn(key, func, args, kwargs)
         return result
+
+    def shortcut(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives that was done before, for the mode right above this one, which
+        is spared the way through torch's dispatcher; `NotImplemented` where it has to go it."""
+        key = self._key(func, args, kwargs)
+        entry = None if key is None else _known.get(key)
+        if entry is None:
+            return NotImplemented
+        with torch._C._DisableTorchDispatch():  # this mode would be asked for what it makes
+            return self._results(entry, func, args)
+
+    def _results(self, entry: _DispatchCacheValidEntry, func: Any, args: Any) -> Any:
+        """All that torch remembers of an operation, made again."""
+        made = tuple(self._made(info, func, args) for info in entry.output_infos)
+        return made if entry.is_output_tuple else made[0]
 
     def _learn(self, key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> None:
         """Keep what torch keeps of an operation that it has just done."""

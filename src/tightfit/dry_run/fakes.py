@@ -20,10 +20,10 @@ from tightfit.dry_run.fake_mode import QuickFakes
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Every tensor made inside is a fake one."""
-    with _no_packing_check(), _no_module_moves(), _real_meshes(), QuickFakes():
-        yield
+def fake_tensors() -> Iterator[QuickFakes]:
+    """Every tensor made inside is a fake one; gives the mode that makes it so."""
+    with _no_packing_check(), _no_module_moves(), _real_meshes(), QuickFakes() as mode:
+        yield mode
 
 
 def make_fake(model: nn.Module) -> None:
