@@ -147,3 +147,17 @@ def test_tensor_ranks_and_stages_leave_a_part(pricing: Pricing) -> None:
     assert of_layers(ShardingPolicy(2, tensor_parallel=2)) == pytest.approx(one / 2, rel=0.01)
     staged = of_layers(ShardingPolicy(2, pipeline_parallel=2))
     assert one <= staged < 1.2 * one, "half the layers of two micro-batches, and an end of its own"
+
+
+def test_parameters_that_visited_the_device_visit_it_for_a_smaller_batch(pricing: Pricing) -> None:
+    run = pricing.counts(pricing.plain)
+    bounds = LowerBounds(sequence_length=1)
+    away = replace(pricing.plain, placement=PlacementPolicy(*[Tier.HOST] * 3))
+    seen = {Tier.DEVICE: {Kind.LOGITS: 1000, Kind.PARAMETERS: 10**9}}
+    bounds.learn(away, replace(run, table=MemoryTable({Phase.FORWARD: seen})))
+    smaller = replace(away, batch=BatchPolicy(1, 2))
+    least = bounds.table(smaller, run).phase_peak_bytes(Phase.FORWARD, Tier.DEVICE)
+    assert least == 10**9 + 500
+    farther = replace(smaller, placement=replace(away.placement, prefetch=2))
+    elsewhere = bounds.table(farther, run).phase_peak_bytes(Phase.FORWARD, Tier.DEVICE)
+    assert elsewhere < 10**9, "with other layers fetched ahead others visit"

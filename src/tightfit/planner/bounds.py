@@ -2,7 +2,8 @@
 
 A dry run takes seconds, so most candidates are turned down without one. Model states are closed
 forms, and so are what a loss cannot do without and the parameters that visit the device, of which
-a layer or an end is there at a time. What loading, starting and saving take does not depend on the
+a layer or an end is there at a time, or as many as were seen at some moment of a run in which they
+were placed alike. What loading, starting and saving take does not depend on the
 batch at all. What a micro-batch of m sequences leaves for
 backward, with the scratch of the operations at that moment, grows with m along a line that starts
 at or above zero: one of k sequences takes k/m of it at least, and a larger one as much. What layers
@@ -34,6 +35,7 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    PlacementPolicy,
     Policies,
     QuantisationPolicy,
     ShardingPolicy,
@@ -60,25 +62,37 @@ class _Seen:
 
     Attributes:
         sharding: decides what is temporary beside what layers leave, and how much of that.
+        placement: decides which parameters are on the device then.
         kinds: on the device.
         of_layers: of the activations there, what certainly is not the loss's own; 0 in backward,
             where a layer's are made again that the loss did not see, and of a stage's layers.
         host_bytes: of activations that had left it.
+        parameter_bytes: on the device, whatever the batch.
     """
 
     loss: LossPolicy
     sharding: ShardingPolicy
+    placement: PlacementPolicy
     sequences: int
     kinds: dict[Kind, int]
     of_layers: int
     host_bytes: int
+    parameter_bytes: int
 
-    def least_bytes(self, policies: Policies, *, activations_stay: bool) -> int:
-        """What another micro-batch takes at the same moment, at least."""
-        kinds = dict(self.kinds)
-        if not activations_stay:
+    def least_bytes(self, policies: Policies, parameter_bytes: int) -> int:
+        """What another micro-batch takes at the same moment, at least, and parameters that visit
+        the device then.
+
+        Args:
+            parameter_bytes: that stay on it.
+        """
+        kinds, own, its = dict(self.kinds), self.placement, policies.placement
+        ways = (own.activations, own.prefetch), (its.activations, its.prefetch)
+        if its.activations is not Tier.DEVICE and ways[0] != ways[1]:
             kinds.pop(Kind.ACTIVATIONS, None)
-        return int(sum(kinds.values()) * self._share(policies))
+        alike = replace(own, activations=its.activations) == its
+        visiting = max(0, self.parameter_bytes - parameter_bytes) if alike else 0
+        return int(sum(kinds.values()) * self._share(policies)) + visiting
 
     def least_of_layers(self, policies: Policies) -> int:
         """The same of what layers leave, whatever the loss and however ranks divide the model."""
@@ -123,10 +137,12 @@ class LowerBounds:
                 _Seen(
                     policies.loss,
                     policies.sharding,
+                    policies.placement,
                     policies.batch.micro_batch_size,
                     {kind: device.get(kind, 0) for kind in _OF_THE_BATCH},
                     of_layers if phase is Phase.FORWARD else 0,
                     sum(away),
+                    device.get(Kind.PARAMETERS, 0),
                 )
             )
         self._stages[_layers(policies)].extend(_seen_stages(policies, run))
@@ -155,9 +171,9 @@ class LowerBounds:
         """
         least = self.states(policies, run)
         stay = policies.placement.activations is Tier.DEVICE
-        states = sum(least.peaks[Phase.FORWARD][Tier.DEVICE].values())
+        states = least.peaks[Phase.FORWARD][Tier.DEVICE]
         whole = _gathered(policies, run)
-        device = self._least_on_device(policies, run, states + whole, stay=stay)
+        device = self._least_on_device(policies, run, states, whole, stay=stay)
         least = least.plus(Tier.DEVICE, Kind.ACTIVATIONS, device, Phase.FORWARD)
         least = least.plus(Tier.DEVICE, Kind.COLLECTIVES, whole, Phase.FORWARD)
         if not stay and not is_uncut(policies):
@@ -165,15 +181,20 @@ class LowerBounds:
             least = least.plus(Tier.HOST, Kind.ACTIVATIONS, host, Phase.FORWARD)
         return self._with_the_rest(policies, least)
 
-    def _least_on_device(self, policies: Policies, run: DryRun, states: int, *, stay: bool) -> int:
-        """What comes to the `states` of an average stage in forward or backward."""
+    def _least_on_device(
+        self, policies: Policies, run: DryRun, states: Kinds, gathered: int, *, stay: bool
+    ) -> int:
+        """What comes to the `states` of an average stage, and to what it has gathered, in forward
+        or backward."""
         layer, end = _visiting(policies, run)
         of_layers = self._least_of_layers(policies, run) if stay else 0
         if policies.sharding.pipeline_parallel > 1:
             seen = tuple(one for one in self._stages[_layers(policies)] if one.is_of(policies))
-            return StageBound(policies, run, states, of_layers, seen, stay).beyond_average()
+            average = sum(states.values()) + gathered
+            return StageBound(policies, run, average, of_layers, seen, stay).beyond_average()
         measured = _most(
-            one.least_bytes(policies, activations_stay=stay) for one in self._of_same_loss(policies)
+            one.least_bytes(policies, states.get(Kind.PARAMETERS, 0))
+            for one in self._of_same_loss(policies)
         )
         of_the_loss = self._least_of_the_loss(policies, run)
         return max(measured, layer, end + of_layers + of_the_loss)
