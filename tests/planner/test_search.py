@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.planner.conftest import lacks_all_but_the_host
+from tests.planner.conftest import WORKLOAD, lacks_all_but_the_host
 from transformers import PretrainedConfig
 
 import tightfit.planner.pricing
@@ -390,3 +390,19 @@ def test_two_ranks_compute_half_each_and_send(plan: Planner) -> None:
     # Of products; each makes all gradients.
     assert one.step_time.compute / 2 < two.step_time.compute < 0.7 * one.step_time.compute
     assert two.step_time.communication > 0 == one.step_time.communication
+
+
+@pytest.mark.parametrize(("rank", "most"), [(-1, 2), (0, 10), (3, 7), (8, 7)])
+def test_a_plan_takes_few_dry_runs(
+    rank: int,
+    most: int,
+    config: PretrainedConfig,
+    rates: Rates,
+    hardware: Hardware,
+    peaks: list[int],
+) -> None:
+    """So many and no more, though there are many candidates."""
+    job = Job(model_name_or_path="m", train_batch_size=2, memory_limit=peaks[rank])
+    priced: list[Policies] = []
+    plan_job(job, config, WORKLOAD, hardware, rates, priced.append)
+    assert 0 < len(priced) <= most
