@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from tightfit.errors import InputError
+from tightfit.facts.job import Job
 from tightfit.interop.documents import Document, document_of
 from tightfit.interop.huggingface import read_llamafactory, read_transformers
+from tightfit.interop.other_names import RENAMED
 from tightfit.interop.reading import Reading
+from tightfit.interop.transformers_keys import SAME
 from tightfit.interop.translation import Ranks
 
 # As in LLaMA-Factory's examples/train_lora.
@@ -26,7 +31,6 @@ lora_target: all
 dataset: identity,alpaca_en_demo
 template: llama3
 cutoff_len: 2048
-max_samples: 1000
 overwrite_cache: true
 preprocessing_num_workers: 16
 dataloader_num_workers: 4
@@ -68,8 +72,9 @@ def test_a_file_of_llamafactorys_examples() -> None:
     assert (settings["per_device_train_batch_size"], settings["cutoff_len"]) == (1, 2048)
     notes = {note.key: note for note in reading.notes}
     assert "dataset_info.json" in notes["dataset"].why
-    assert notes["max_samples"].why == "all rows are taken"
-    assert reading.places["learning_rate"] == "sft.yaml, line 24: learning_rate"
+    assert reading.places["learning_rate"] == "sft.yaml, line 23: learning_rate"
+    # `save_steps: 500` alone saves there, as TrainingArguments' default of save_strategy is steps.
+    assert (settings["save_strategy"], settings["save_steps"]) == ("steps", 500)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,17 @@ def test_a_file_of_llamafactorys_examples() -> None:
         ({}, {"per_device_train_batch_size": 8, "precision": "fp32", "offload_param": "none"}),
         ({"optim": "adamw_bnb_8bit"}, {"optim": "adamw_8bit"}),
         ({"optim": "lion_32bit"}, {"optim": "lion"}),
-        ({"evaluation_strategy": "steps"}, {"eval_strategy": "steps"}),
+        (
+            {"evaluation_strategy": "steps"},
+            {"eval_strategy": "steps", "eval_steps": 500, "per_device_eval_batch_size": 8},
+        ),
+        ({"eval_strategy": "steps", "logging_steps": 20}, {"eval_steps": 20}),
+        ({"eval_strategy": "steps", "logging_steps": 20, "eval_steps": 7}, {"eval_steps": 7}),
+        ({"save_strategy": "no"}, {"save_strategy": "no", "logging_steps": 500}),
+        (
+            {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
+            {"gradient_checkpointing": "true"},
+        ),
         ({"bf16": True, "fp16": False}, {"precision": "bf16"}),
         ({"activation_checkpointing": True}, {"gradient_checkpointing": True}),
         ({"fsdp": "full_shard auto_wrap offload"}, {"zero_stage": 3, "offload_param": "cpu"}),
@@ -97,6 +112,27 @@ def test_a_file_of_llamafactorys_examples() -> None:
 def test_what_training_arguments_become(content: Any, expected: dict[str, Any]) -> None:
     settings = transformers(content).settings
     assert {key: settings.get(key) for key in expected} == expected
+
+
+# What a field of TrainingArguments says in the words of a job, where those are others.
+AS_A_JOB_SAYS_IT = {
+    ("gradient_checkpointing", None): "false",
+    ("optim", "adamw_torch"): "adamw",
+    ("optim", "adamw_torch_fused"): "adamw",
+    ("resume_from_checkpoint", None): False,
+    ("eval_steps", None): 500,  # those of logging_steps
+}
+
+
+def test_silence_means_what_training_arguments_take_for_it() -> None:
+    """Field by field of the version that is installed."""
+    settings = {**Job(model_name_or_path="m").model_dump(), **transformers({}).settings}
+    fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    shared = fields.keys() & (set(SAME) - {"activation_checkpointing", "bf16", "fp16"})
+    assert len(shared) > 20
+    theirs = {name: AS_A_JOB_SAYS_IT.get((name, fields[name]), fields[name]) for name in shared}
+    own = {name: RENAMED.get(name, name) for name in shared} | {"resume_from_checkpoint": "resume"}
+    assert {name: settings[own[name]] for name in shared} == theirs
 
 
 def test_a_config_of_deepspeed_beside_the_file(tmp_path: Path) -> None:
@@ -142,6 +178,11 @@ def test_complaints_about_training_arguments(content: dict[str, Any], message: s
         ({"finetuning_type": "freeze"}, "finetuning_type: freeze is not available yet"),
         ({"lora_rnk": 8}, "lora_rnk is not a key of LLaMA-Factory. Did you mean lora_rank"),
         ({"quantization_type": "fp4"}, "'fp4' cannot be had here; 4 bits are NF4"),
+        (
+            {"max_samples": 1000},
+            "max_samples: 1000 cannot be had here; all rows of the file are taken: give dataset a "
+            "file of that many rows",
+        ),
     ],
 )
 def test_complaints_about_llamafactory(content: dict[str, Any], message: str) -> None:

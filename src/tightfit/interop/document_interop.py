@@ -9,7 +9,7 @@ from tightfit.interop.accelerate import DEEPSPEED_NAMES, PLUGIN_TABLE
 from tightfit.interop.entries import Entry
 from tightfit.interop.formats import EXPORTS, FORMATS
 from tightfit.interop.fsdp import STRATEGIES
-from tightfit.interop.transformers_keys import SAME
+from tightfit.interop.transformers_keys import DEFAULTS, SAME
 
 _INTRODUCTION = """\
 # Configs of other tools
@@ -59,6 +59,7 @@ In accelerate's `fsdp_sharding_strategy` and `fsdp_reshard_after_forward` and in
 | name | `zero_stage` | `data_parallel_replicas` |
 |---|---|---|"""
 
+_LEFT_OUT = ", ".join(f"`{name}: {value}`" for name, value in DEFAULTS.items())
 _REMARKS = {
     "deepspeed": """\
 All keys of deepspeed 0.19.8, with older names. A plan whose states leave the device is written as
@@ -70,15 +71,19 @@ the job says, else as DeepSpeed. Keys of `fsdp_config` are those of FSDP below."
     "llamafactory": """\
 `stage: sft` only. Beside these it has the keys of TrainingArguments below and those of a job.
 Arguments of llamafactory 0.9.5.""",
-    "transformers": """\
+    "transformers": f"""\
 All fields of TrainingArguments of transformers 5.24, with those of version 4; JSON, as
 `HfArgumentParser.parse_json_file` reads it. `deepspeed` and `fsdp_config` hold a block or name a
-file.""",
+file. Fields that are left out have its defaults, also in files of LLaMA-Factory: {_LEFT_OUT},
+`per_device_train_batch_size: 8`, `gradient_accumulation_steps: 1`, `eval_steps` as `logging_steps`,
+and fp32. Layers are checkpointed only where a file says so; LLaMA-Factory checkpoints them unless a
+file says not to.""",
     "fsdp": """\
 A file for transformers' `fsdp_config`, and accelerate's block of that name, where each key may
 begin with `fsdp_`.""",
     "torchtitan": """\
-TOML of versions 0.1 and 0.2; later ones are configured in Python. Read only.""",
+TOML of versions 0.1 and 0.2; later ones are configured in Python. It is read only: `convert --to
+torchtitan` and `plan --export torchtitan` are refused, as there is no writer for it.""",
 }
 
 

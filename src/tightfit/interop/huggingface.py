@@ -21,7 +21,7 @@ from tightfit.interop.joined import joined
 from tightfit.interop.llamafactory_keys import LLAMAFACTORY_TABLE
 from tightfit.interop.other_names import translate
 from tightfit.interop.reading import Reading, Tool
-from tightfit.interop.transformers_keys import TRANSFORMERS_TABLE
+from tightfit.interop.transformers_keys import DEFAULTS, TRANSFORMERS_TABLE
 from tightfit.interop.translation import SAME, Ranks, Translation
 
 _OWN = {name: Entry(name, Accepts.ANYTHING, name) for name in Job.model_fields}
@@ -46,7 +46,9 @@ def read_transformers(document: Document, ranks: Ranks) -> Reading:
     table = {**_OWN, **TRANSFORMERS_TABLE}
     translation = Translation(entries_in(document, table, "transformers"), ranks)
     _same_names(translation, document)
-    _batch_of_8(translation)
+    _defaults(translation)
+    if "gradient_checkpointing" not in translation.keys:
+        translation.imply("off where it is left out", gradient_checkpointing="false")
     return _finished(translation, document, "transformers")
 
 
@@ -64,7 +66,7 @@ def read_llamafactory(document: Document, ranks: Ranks) -> Reading:
     if translation.take("pure_bf16"):
         translation.become("pure_bf16", precision="bf16")
     _same_names(translation, document)
-    _batch_of_8(translation)
+    _defaults(translation)
     if not translation.has("finetuning_type"):
         translation.imply("lora where it is left out", finetuning_type="lora")
     return _finished(translation, document, "llamafactory")
@@ -99,8 +101,19 @@ def _say_precision(translation: Translation) -> None:
         translation.imply("without bf16 or fp16 it trains in fp32", precision="fp32")
 
 
+def _defaults(translation: Translation) -> None:
+    """What TrainingArguments take for fields that are left out, where a job takes another value."""
+    _batch_of_8(translation)
+    for name, value in DEFAULTS.items():
+        if name not in translation.keys:
+            translation.imply("where it is left out", **{name: value})
+    said = translation.keys
+    if said.get("eval_strategy") == "steps" and "eval_steps" not in said:
+        steps = said.get("logging_steps", DEFAULTS["logging_steps"])
+        translation.imply("as logging_steps where it is left out", eval_steps=steps)
+
+
 def _batch_of_8(translation: Translation) -> None:
-    """TrainingArguments' own defaults of the batch."""
     named = {"per_device_train_batch_size", "train_batch_size"} & translation.keys.keys()
     if not named:
         translation.imply("8 where it is left out", per_device_train_batch_size=8)

@@ -25,6 +25,13 @@ SAME = (
     "per_gpu_train_batch_size", "per_gpu_eval_batch_size",
 )  # fmt: skip
 
+# What is taken for fields that a file leaves out, where a job's own default is another.
+DEFAULTS: dict[str, Any] = {
+    "logging_steps": 500,
+    "per_device_eval_batch_size": 8,
+    "save_strategy": "steps",
+}
+
 _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "average_tokens_across_devices": ("losses are always over the global batch's tokens", (True,)),
     "bf16_full_eval": ("evaluation has the job's precision", ()),
@@ -42,8 +49,8 @@ _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_cache": ("no cache is kept in training", ()),
     "torch_empty_cache_steps": ("the bill knows what the allocator holds back", ()),
     "auto_find_batch_size": ("the planner finds it before anything runs", ()),
-    "logging_strategy": ("every step has a line in the log", ("steps",)),
-    "logging_first_step": ("every step has a line in the log", (True,)),
+    "logging_strategy": ("the log has a line every logging_steps", ("steps",)),
+    "logging_first_step": ("the log has a line every logging_steps", ()),
     "logging_nan_inf_filter": ("a loss that is no number is shown as it is", (True,)),
     "logging_dir": ("the log is trainer_log.jsonl in output_dir", ()),
     "log_on_each_node": ("rank 0 alone prints", ()),
