@@ -21,7 +21,6 @@ SAME = (
 _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "template": ("the model's own chat template is used", ("default",)),
     "dataset_dir": ("dataset is a file of rows, not a name in dataset_info.json", ("data",)),
-    "max_samples": ("all rows are taken", ()),
     "mix_strategy": ("dataset is one file", ("concat",)),
     "interleave_probs": ("dataset is one file", ()),
     "overwrite_cache": ("rows are read anew each time", (True,)),
@@ -136,6 +135,11 @@ _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "max_samples": (
+        "all rows of the file are taken: give dataset a file of that many rows "
+        "(head -n N rows.jsonl > fewer.jsonl), and leave it out",
+        (),
+    ),
     "train_on_prompt": ("only answers are trained; leave it out", ()),
     "mask_history": ("all answers of a conversation are trained; leave it out", ()),
     "packing": ("every sample is its own sequence; leave it out", ()),
