@@ -58,6 +58,8 @@ def test_standard_output_has_the_file_alone(capsys: Captured) -> None:
     assert content["zero_optimization"]["stage"] == 3
     assert content["bf16"] == {"enabled": True}
     assert "here:" in err
+    assert main(["convert", CASE, "-", "--to", "deepspeed", "--gpu", "rtx-3060"]) == 0
+    assert "Not in what was written, for DeepSpeed:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.interop.any_documents import any_document
 
 from tightfit.errors import ConfigError, InputError
+from tightfit.facts.job import Job
 from tightfit.facts.job_values import job_of
 from tightfit.interop.conversion import convert, plain_keys
 from tightfit.interop.documents import Document, document_of
@@ -25,6 +26,7 @@ from tightfit.interop.formats import (
     write_config,
 )
 from tightfit.interop.translation import Ranks
+from tightfit.interop.writing import Written
 
 RATES = st.floats(1e-8, 0.1)
 SWITCHED = st.sampled_from(["true", "false"])
@@ -161,6 +163,97 @@ def test_nothing_but_a_message_comes_of_any_document(name: str, data: st.DataObj
     assert message
 
 
+# A value for every key of a job that is not its default.
+SAID: dict[str, Any] = {
+    "model_name_or_path": "m", "finetuning_type": "lora", "quantization_bit": 4, "lora_rank": 3,
+    "lora_alpha": 5.0, "lora_dropout": 0.5, "lora_target": "q_proj", "dataset": "a.jsonl",
+    "eval_dataset": "b.jsonl", "val_size": 0.25, "cutoff_len": 77, "overlong": "drop", "preview": 2,
+    "sample_prompt": "Why?", "max_new_tokens": 9, "train_batch_size": 8,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+    "per_device_eval_batch_size": 3, "num_train_epochs": 2.5, "max_steps": 70,
+    "learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 6.0, "optim": "sgd",
+    "optim_master": "split", "loss_scale": 64.0, "initial_scale_power": 8, "loss_scale_window": 77,
+    "hysteresis": 3, "min_loss_scale": 2.0, "weight_decay": 0.125, "adam_beta1": 0.75,
+    "adam_beta2": 0.875, "adam_epsilon": 1e-3, "max_grad_norm": 0.5, "seed": 7,
+    "memory_limit": "8GiB", "host_memory_limit": "9GiB", "precision": "bf16",
+    "gradient_checkpointing": "selective", "attention": "eager", "loss": "chunked",
+    "label_smoothing_factor": 0.25, "z_loss": 1e-4, "offload_optimizer": "cpu",
+    "offload_optimizer_fraction": 0.5, "offload_param": "cpu", "offload_param_fraction": 0.5,
+    "offload_activations": "true", "offload_prefetch": 2, "lazy_step": "true",
+    "offload_folder": "/scratch", "nvme_limit": "10GiB", "num_gpus": 8, "zero_stage": 3,
+    "data_parallel_replicas": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
+    "pipeline_schedule": "gpipe", "virtual_pipeline_stages": 2, "pipeline_layers": [1, 3],
+    "allow": ["lora"], "plan": "plan.yaml", "adapt": True, "gpu": "8xh100", "ram": "64GiB",
+    "nvme": "1TB", "interconnect": "pcie4", "network": "25Gb", "nnodes": 2, "node_rank": 1,
+    "master_addr": "first", "master_port": 29501, "max_restarts": 4, "ddp_timeout": 60,
+    "output_dir": "out", "overwrite_output_dir": True, "resume": True, "logging_steps": 11,
+    "eval_strategy": "epoch", "eval_steps": 13, "save_strategy": "epoch", "save_steps": 17,
+    "save_total_limit": 2, "save_only_model": True,
+}  # fmt: skip
+# What decides which words a writer has for the other keys.
+BESIDE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a part away": {"offload_optimizer": "cpu", "offload_optimizer_fraction": 0.25},
+    "all away": {"offload_optimizer": "cpu", "offload_param": "cpu", "zero_stage": 2},
+    "on disk": {"offload_optimizer": "nvme", "offload_param": "nvme"},
+    "ranks": {"num_gpus": 4, "zero_stage": 2},
+    "copies": {"num_gpus": 4, "zero_stage": 0},
+    "ranks away": {"num_gpus": 4, "zero_stage": 0, "offload_optimizer": "cpu",
+                   "offload_param": "cpu"},
+    "ranks of stage 1": {"num_gpus": 4, "zero_stage": 1, "offload_optimizer": "cpu"},
+    "adapters": {"finetuning_type": "lora", "precision": "fp16"},
+    "an optimizer of ours": {"optim": "adafactor", "lr_scheduler_type": "polynomial"},
+    "lion": {"optim": "lion", "lr_scheduler_type": "constant_with_warmup"},
+    "a schedule": {"lr_scheduler_type": "linear", "max_steps": 50},
+    "fewer sequences than ranks": {"num_gpus": 4, "train_batch_size": 2},
+}  # fmt: skip
+
+
+def test_every_key_of_a_job_has_a_value_to_try() -> None:
+    assert SAID.keys() == Job.model_fields.keys()
+    defaults = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in Job.model_fields.items()
+    }
+    assert not [name for name, value in SAID.items() if value == defaults[name]]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("name", WRITABLE)
+def test_no_key_of_a_job_is_lost_silently(name: str, beside: str) -> None:
+    """What a job says changes the file, is what the file means anyway, or is listed."""
+    lost = []
+    for key, value in SAID.items():
+        others = {other: found for other, found in BESIDE[beside].items() if other != key}
+        without, written = (write_config(keys, name) for keys in (others, {**others, key: value}))
+        listed = {note.key for note in written.notes}
+        if (
+            without.text == written.text
+            and key not in listed
+            and means(written, name, key) != value
+        ):
+            lost.append(key)
+    assert not lost
+
+
+def means(written: Written, name: str, key: str) -> Any:
+    """The value of a job's key that a file stands for."""
+    document = document_of(written.text, EXPORTS.get(name, "job.yaml"))
+    return read_config(document, Ranks(4), name).settings.get(key)
+
+
+def test_what_is_listed_is_said_in_its_own_words() -> None:
+    keys = {"gpu": "rtx-3060", "num_gpus": 2, "memory_limit": "8GiB", "offload_param": "cpu",
+            "offload_optimizer": "cpu", "offload_param_fraction": 0.5}  # fmt: skip
+    for name in ("accelerate", "deepspeed", "fsdp", "llamafactory", "transformers"):
+        said = {note.key: note for note in write_config(keys, name).notes}
+        assert "the machine that was planned for" in said["gpu"].why
+        assert "what the machine has" in said["memory_limit"].why
+        assert said["offload_param_fraction"].why == "all parameters leave the device, or none"
+        assert name == "accelerate" or "the launcher says it" in said["num_gpus"].why
+        assert "null" not in [note.value for note in said.values()]
+
+
 def test_every_writable_format_is_there_and_back() -> None:
     assert set(SAYABLE) == set(WRITABLE)
     assert set(EXPORTS) == set(WRITABLE) - {"tightfit"}
@@ -216,6 +309,16 @@ def test_what_cannot_be_said_is_in_the_file() -> None:
     accelerate = write_config(keys, "accelerate")
     assert "# offload_optimizer_fraction: 0.5 is not in this file" in accelerate.text
     assert "distributed_type: DEEPSPEED" in accelerate.text
+
+
+@pytest.mark.parametrize("name", ["transformers", "llamafactory"])
+def test_what_a_trainer_takes_otherwise_is_written(name: str) -> None:
+    """Its eval_steps are its logging_steps, and its save_strategy is steps, unless a file says."""
+    text = write_config({"eval_strategy": "steps", "val_size": 10}, name).text
+    document = document_of(text, EXPORTS[name])
+    expected = {"eval_steps": 500, "logging_steps": 1, "save_strategy": "no",
+                "per_device_eval_batch_size": 1}  # fmt: skip
+    assert {key: document.content[key] for key in expected} == expected
 
 
 def test_torchtitan_is_not_written() -> None:

@@ -54,7 +54,7 @@ def run(
     put(target, done.written)
     console = Console(stderr=target == STANDARD_OUTPUT)
     show_reading(console, reading)
-    show_left_out(console, f"Not in {target}, for {FORMATS[into].title}:", done.written.notes)
+    _show_left_out(console, target, into, done.written)
     if done.missing:
         console.print(Text(f"still to say: {', '.join(done.missing)}"), soft_wrap=True)
     if target != STANDARD_OUTPUT:
@@ -89,10 +89,14 @@ class Export:
         written = write_config(planned_keys(job, policies), self.format)
         put(self.target, written)
         console = Console(stderr=True)
-        title = f"Not in {self.target}, for {FORMATS[self.format].title}:"
-        show_left_out(console, title, written.notes)
+        _show_left_out(console, self.target, self.format, written)
         if self.target != STANDARD_OUTPUT:
             console.print(Text(f"written: {self.target}"), soft_wrap=True)
+
+
+def _show_left_out(console: Console, target: str, format_name: str, written: Written) -> None:
+    where = "what was written" if target == STANDARD_OUTPUT else target
+    show_left_out(console, f"Not in {where}, for {FORMATS[format_name].title}:", written.notes)
 
 
 def check_target(target: str, *, force: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tightfit.interop.deepspeed_writer import deepspeed_content
+from tightfit.interop.deepspeed_writer import zero_block
 from tightfit.interop.fsdp_writer import can_be_fsdp, fsdp_content
 from tightfit.interop.writing import Sheet, Written, as_yaml, remarks
 
@@ -29,7 +29,7 @@ def write_accelerate(keys: Mapping[str, Any]) -> Written:
         "main_training_function": "main",
         "mixed_precision": _precision(sheet),
         "num_machines": sheet.get("nnodes"),
-        "num_processes": sheet.ranks,
+        "num_processes": sheet.get("num_gpus") * sheet.get("nnodes"),
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": False,
@@ -50,8 +50,8 @@ def write_accelerate(keys: Mapping[str, Any]) -> Written:
 
 
 def _kind(sheet: Sheet) -> str:
-    stage = sheet.get("zero_stage")
-    away = {"cpu", "nvme"} & {sheet.get("offload_optimizer"), sheet.get("offload_param")}
+    stage = sheet.look_at("zero_stage")
+    away = {"cpu", "nvme"} & {sheet.look_at("offload_optimizer"), sheet.look_at("offload_param")}
     if not away and sheet.ranks == 1:
         return "NO"
     if not away and stage == 0:
@@ -68,17 +68,15 @@ def _precision(sheet: Sheet) -> str:
 
 def _deepspeed(sheet: Sheet) -> dict[str, Any]:
     """In accelerate's own words for DeepSpeed's keys."""
-    whole = deepspeed_content(sheet, own_optimizer=False)
-    zero = whole["zero_optimization"]
+    zero = zero_block(sheet)
     block: dict[str, Any] = {
         "zero_stage": zero["stage"],
         "gradient_clipping": sheet.get("max_grad_norm"),
         "zero3_init_flag": zero["stage"] == 3,
         "zero3_save_16bit_model": zero["stage"] == 3,
     }
-    steps = sheet.get("gradient_accumulation_steps")
-    if steps != "auto":
-        block["gradient_accumulation_steps"] = steps
+    if sheet.says("gradient_accumulation_steps"):
+        block["gradient_accumulation_steps"] = sheet.get("gradient_accumulation_steps")
     for name in ("offload_optimizer", "offload_param"):
         place = zero.get(name, {"device": "none"})
         block[f"{name}_device"] = place["device"]
@@ -96,6 +94,8 @@ def _parallel(sheet: Sheet) -> dict[str, Any]:
     copies, tensor = sheet.size("data_parallel_replicas"), sheet.size("tensor_parallel_size")
     if copies == 1 and tensor == 1:
         return {}
+    for name in ("data_parallel_replicas", "tensor_parallel_size"):
+        sheet.get(name)
     sizes = {
         "dp_replicate_size": copies,
         "dp_shard_size": max(1, sheet.data_parallel // copies),

@@ -8,6 +8,9 @@ from typing import Any
 from tightfit.interop.writing import Sheet, Written, as_json, remarks
 
 _OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
+_LOSS_SCALE = (
+    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
+)  # fmt: skip
 _SCHEDULES = {
     "constant_with_warmup": "WarmupLR",
     "linear": "WarmupDecayLR",
@@ -24,7 +27,7 @@ def write_deepspeed(keys: Mapping[str, Any]) -> Written:
     sheet = Sheet(keys)
     content = deepspeed_content(sheet, own_optimizer=True)
     for name in ("num_gpus", "nnodes"):
-        if sheet.says(name) and sheet.get(name) != 1:
+        if sheet.look_at(name) != 1:
             sheet.missing(name, "the launcher says it: `deepspeed --num_gpus`, `--num_nodes`")
     notes = sheet.finish()
     if notes:
@@ -45,7 +48,7 @@ def deepspeed_content(sheet: Sheet, *, own_optimizer: bool) -> dict[str, Any]:
         content |= _optimizer(sheet) | _scheduler(sheet)
         content["steps_per_print"] = sheet.get("logging_steps")
     content |= _precision(sheet) if own_optimizer else _precision_of_trainer()
-    content["zero_optimization"] = _zero(sheet)
+    content["zero_optimization"] = zero_block(sheet)
     content |= _parallel(sheet)
     if sheet.get("offload_activations") == "true":
         content["activation_checkpointing"] = {"cpu_checkpointing": True}
@@ -88,19 +91,17 @@ def _optimizer(sheet: Sheet) -> dict[str, Any]:
         return {"zero_allow_untested_optimizer": True}
     params: dict[str, Any] = {"lr": sheet.get("learning_rate")}
     params["weight_decay"] = sheet.get("weight_decay")
-    betas = [sheet.get("adam_beta1"), sheet.get("adam_beta2")]
-    epsilon = sheet.get("adam_epsilon")
     if name != "sgd":
-        params["betas"] = betas
+        params["betas"] = [sheet.get("adam_beta1"), sheet.get("adam_beta2")]
     if name == "adamw":
-        params["eps"] = epsilon
+        params["eps"] = sheet.get("adam_epsilon")
     return {"optimizer": {"type": _OPTIMIZERS[name], "params": params}}
 
 
 def _scheduler(sheet: Sheet) -> dict[str, Any]:
-    name, total = sheet.get("lr_scheduler_type"), sheet.get("max_steps")
-    warmup = sheet.get("warmup_steps")
-    if not sheet.says("lr_scheduler_type") and not warmup:
+    name, total = sheet.look_at("lr_scheduler_type"), sheet.look_at("max_steps")
+    warmup = sheet.look_at("warmup_steps")
+    if "lr_scheduler_type" not in sheet.keys and not warmup:
         return {}
     if 0 < warmup < 1 and total > 0:
         warmup = round(warmup * total)
@@ -111,13 +112,15 @@ def _scheduler(sheet: Sheet) -> dict[str, Any]:
         )  # fmt: skip
         sheet.missing("lr_scheduler_type", f"{why}; make the schedule in the script")
         return {}
+    for key in ("lr_scheduler_type", "warmup_steps"):
+        sheet.get(key)
     params: dict[str, Any] = {"warmup_num_steps": int(warmup), "warmup_type": "linear"}
     if name == "cosine":
-        params |= {"total_num_steps": total, "warmup_min_ratio": 0, "cos_min_ratio": 0}
+        params |= {"warmup_min_ratio": 0, "cos_min_ratio": 0}
     else:
         params |= {"warmup_min_lr": 0, "warmup_max_lr": sheet.get("learning_rate")}
-    if name == "linear":
-        params["total_num_steps"] = total
+    if name in ("linear", "cosine"):
+        params["total_num_steps"] = sheet.get("max_steps")
     return {"scheduler": {"type": _SCHEDULES[name], "params": params}}
 
 
@@ -127,31 +130,28 @@ def _precision(sheet: Sheet) -> dict[str, Any]:
         return {}
     if precision == "auto":
         return _precision_of_trainer()
-    return {precision: {"enabled": True}}
+    block = {"enabled": True}
+    if precision == "fp16":
+        block |= {name: sheet.get(name) for name in _LOSS_SCALE if sheet.says(name)}
+    return {precision: block}
 
 
 def _precision_of_trainer() -> dict[str, Any]:
     return {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 
 
-def _zero(sheet: Sheet) -> dict[str, Any]:
+def zero_block(sheet: Sheet) -> dict[str, Any]:
+    """What is shared out and where it lives: the block `zero_optimization`."""
     optimizer, parameters = _place(sheet, "offload_optimizer"), _place(sheet, "offload_param")
-    fraction = sheet.get("offload_optimizer_fraction")
+    fraction = _fraction(sheet, optimizer)
     block: dict[str, Any] = {"stage": _stage(sheet, optimizer, parameters, fraction)}
-    folder = sheet.get("offload_folder") or "offload"
-    if optimizer != "none":
-        block["offload_optimizer"] = {"device": optimizer, "pin_memory": True}
-        if optimizer == "nvme":
-            block["offload_optimizer"]["nvme_path"] = folder
-        if fraction not in ("auto", 1):
-            if optimizer == "cpu":
-                block["offload_optimizer"]["ratio"] = fraction
-            else:
-                sheet.missing("offload_optimizer_fraction", "all states go to the disk")
-    if parameters != "none":
-        block["offload_param"] = {"device": parameters, "pin_memory": True}
-        if parameters == "nvme":
-            block["offload_param"]["nvme_path"] = folder
+    for name, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        if device != "none":
+            block[name] = {"device": device, "pin_memory": True}
+        if device == "nvme":
+            block[name]["nvme_path"] = sheet.get("offload_folder") or "offload"
+    if fraction != 1:
+        block["offload_optimizer"]["ratio"] = fraction
     if block["stage"] == 3:
         block["stage3_gather_16bit_weights_on_model_save"] = True
     block["overlap_comm"] = True
@@ -166,12 +166,24 @@ def _place(sheet: Sheet, name: str) -> str:
     return "none" if place == "auto" else place
 
 
-def _stage(sheet: Sheet, optimizer: str, parameters: str, fraction: Any) -> int:
+def _fraction(sheet: Sheet, optimizer: str) -> float:
+    """Of the states that leave; DeepSpeed divides those on the host only."""
+    name = "offload_optimizer_fraction"
+    fraction = sheet.look_at(name)
+    if fraction in ("auto", 1) or optimizer == "none":
+        return 1
+    if optimizer == "nvme":
+        sheet.missing(name, "all states go to the disk")
+        return 1
+    return float(sheet.get(name))
+
+
+def _stage(sheet: Sheet, optimizer: str, parameters: str, fraction: float) -> int:
     """The job's, or the least that DeepSpeed's offload needs."""
     wanted = sheet.get("zero_stage")
     stage = 0 if wanted == "auto" else int(wanted)
     least = 2 if optimizer != "none" else 0
-    if parameters != "none" or "nvme" in (optimizer, parameters) or fraction not in ("auto", 1):
+    if parameters != "none" or "nvme" in (optimizer, parameters) or fraction != 1:
         least = 3
     if optimizer != "none" and stage == 1 and least < 3:
         least = 1
@@ -183,14 +195,10 @@ def _stage(sheet: Sheet, optimizer: str, parameters: str, fraction: Any) -> int:
 def _parallel(sheet: Sheet) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if sheet.size("tensor_parallel_size") > 1:
-        content["tensor_parallel"] = {"autotp_size": sheet.size("tensor_parallel_size")}
+        content["tensor_parallel"] = {"autotp_size": sheet.get("tensor_parallel_size")}
     if sheet.size("pipeline_parallel_size") > 1:
         content["pipeline"] = {"stages": sheet.size("pipeline_parallel_size")}
         sheet.missing(
             "pipeline_parallel_size", "DeepSpeed has stages for a PipelineModule of your own only"
-        )
-    if sheet.size("data_parallel_replicas") > 1:
-        sheet.missing(
-            "data_parallel_replicas", "DeepSpeed shares states out over all ranks (no HSDP)"
         )
     return content

@@ -17,11 +17,11 @@ def write_fsdp(keys: Mapping[str, Any]) -> Written:
 
 def can_be_fsdp(sheet: Sheet) -> bool:
     """Whether FSDP can place and share out what the job says as it says it: all or nothing."""
-    optimizer, parameters = sheet.get("offload_optimizer"), sheet.get("offload_param")
-    fractions = (sheet.get("offload_optimizer_fraction"), sheet.get("offload_param_fraction"))
+    optimizer, parameters = sheet.look_at("offload_optimizer"), sheet.look_at("offload_param")
+    fractions = [sheet.look_at(f"offload_{what}_fraction") for what in ("optimizer", "param")]
     places = {"none" if place == "auto" else place for place in (optimizer, parameters)}
     whole = all(fraction in ("auto", 1) for fraction in fractions)
-    return whole and len(places) == 1 and "nvme" not in places and sheet.get("zero_stage") != 1
+    return whole and len(places) == 1 and "nvme" not in places and sheet.look_at("zero_stage") != 1
 
 
 def fsdp_content(sheet: Sheet) -> dict[str, Any]:
@@ -50,8 +50,9 @@ def _offloads(sheet: Sheet) -> bool:
     """Whether parameters, gradients and states live on the host; FSDP has nothing in between."""
     parameters = sheet.get("offload_param") in ("cpu", "nvme")
     optimizer = sheet.get("offload_optimizer") in ("cpu", "nvme")
-    if optimizer and not parameters:
-        sheet.missing("offload_optimizer", "FSDP offloads parameters with the states")
+    if optimizer != parameters:
+        stays = "offload_param" if optimizer else "offload_optimizer"
+        sheet.missing(stays, "FSDP offloads parameters and states together")
     for name in ("offload_param", "offload_optimizer"):
         if sheet.get(name) == "nvme":
             sheet.missing(name, "FSDP has no disk: they are on the host")

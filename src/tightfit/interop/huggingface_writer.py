@@ -77,6 +77,8 @@ def _arguments(sheet: Sheet) -> dict[str, Any]:
     content = {name: sheet.get(name) for name in _SAME if sheet.says(name)}
     content["logging_steps"] = sheet.get("logging_steps")
     content["save_strategy"] = sheet.get("save_strategy")
+    if sheet.get("eval_strategy") == "steps":
+        content["eval_steps"] = sheet.get("eval_steps")
     if sheet.says("eval_dataset") or sheet.get("val_size"):
         content["per_device_eval_batch_size"] = sheet.get("per_device_eval_batch_size")
     content["optim"] = _OPTIMIZERS[sheet.get("optim")]
@@ -106,23 +108,26 @@ def _batch(sheet: Sheet) -> dict[str, Any]:
             micro = 1 if steps == "auto" else max(1, share // steps)
         if steps == "auto":
             steps = max(1, share // micro)
-    sizes = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
-    return {name: 1 if size == "auto" else size for name, size in sizes.items()}
+    micro, steps = (1 if size == "auto" else size for size in (micro, steps))
+    whole = micro * steps * sheet.data_parallel
+    if total not in ("auto", whole):
+        sheet.missing("train_batch_size", f"every rank has its own sequences: it is {whole}")
+    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
 
 
 def _sharing(sheet: Sheet) -> dict[str, Any]:
     """`fsdp` where it can do what the job says, `deepspeed` where only that can, else neither."""
-    away = {"cpu", "nvme"} & {sheet.get("offload_optimizer"), sheet.get("offload_param")}
-    stage = sheet.get("zero_stage")
+    away = {"cpu", "nvme"} & {sheet.look_at("offload_optimizer"), sheet.look_at("offload_param")}
+    stage = sheet.look_at("zero_stage")
     if not away and (sheet.ranks == 1 or stage in ("auto", 0)):
         return {}
     if can_be_fsdp(sheet):
-        checkpointing = dict(sheet.keys) | {"gradient_checkpointing": "false"}
-        return {"fsdp": True, "fsdp_config": fsdp_content(Sheet(checkpointing))}
+        part = sheet.with_keys(gradient_checkpointing="false")  # the Trainer's own key says it
+        return {"fsdp": True, "fsdp_config": fsdp_content(part)}
     return {"deepspeed": deepspeed_content(sheet, own_optimizer=False)}
 
 
 def _ranks(sheet: Sheet, launcher: str) -> None:
     for name in ("num_gpus", "nnodes"):
-        if sheet.get(name) != 1:
+        if sheet.look_at(name) != 1:
             sheet.missing(name, f"the launcher says it: {launcher}")

@@ -1,7 +1,8 @@
 """What writers of formats share: the job on its way, and remarks for what a format cannot say.
 
-A writer takes the keys that a job says and those that a plan has decided; a key that it never asked
-for is one that its format has no word for.
+A writer takes the keys that a job says and those that a plan has decided. It asks for a key (`get`)
+only where it writes it, or notes that it cannot; one that it never asked for is one that its format
+has no word for, and is listed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,6 @@ from tightfit.facts.job import Job
 from tightfit.interop.entries import shown
 from tightfit.interop.translation import Note
 
-# Keys that are of tightfit's own run, whatever the format: nobody misses them elsewhere.
-_OWN_MATTERS = {
-    "plan", "preview", "memory_limit", "host_memory_limit", "nvme_limit", "allow",
-}  # fmt: skip
 # What another tool does instead of a technique of ours, where it cannot have it.
 _INSTEAD = {
     "lazy_step": "updates finish before the next forward: the same numbers, later",
@@ -32,14 +29,37 @@ _INSTEAD = {
     "offload_activations": "activations stay on the device",
     "optim_master": "the fp32 copy is whole",
     "offload_folder": "there is no disk tier",
+    "zero_stage": "nothing is shared out",
+    "data_parallel_replicas": "states are shared out over all ranks (no HSDP)",
+    "tensor_parallel_size": "ranks do not share a layer's matrices",
+    "pipeline_parallel_size": "there are no stages",
+    **dict.fromkeys(
+        ("num_gpus", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts"),
+        "the launcher says it",
+    ),
+    **dict.fromkeys(
+        ("gpu", "ram", "nvme", "interconnect", "network"),
+        "it describes the machine that was planned for; the tool takes the one that it runs on",
+    ),
+    **dict.fromkeys(
+        ("memory_limit", "host_memory_limit", "nvme_limit"),
+        "tightfit's own: the tool takes what the machine has",
+    ),
+    **dict.fromkeys(("plan", "allow", "adapt"), "tightfit's own: the tool has no planner"),
+    **dict.fromkeys(("preview", "sample_prompt", "max_new_tokens"), "tightfit's own"),
 }
 # What every tool does anyway.
 _USUAL = {
     "lazy_step": "false",
+    "optim_master": "fp32",
     "loss": "full",
+    "gradient_checkpointing": "false",
     "offload_activations": "false",
+    "offload_optimizer": "none",
+    "offload_param": "none",
     "offload_optimizer_fraction": 1,
     "offload_param_fraction": 1,
+    "zero_stage": 0,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_replicas": 1,
@@ -61,14 +81,18 @@ class Sheet:
     _asked: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """A job's value for a key that the format has; its default where the job does not say."""
+        """A job's value for a key that is written; its default where the job does not say."""
         self._asked.add(name)
+        return self.look_at(name)
+
+    def look_at(self, name: str) -> Any:
+        """The same for one that only decides how others are written: `finish` still lists it."""
         value = self.keys.get(name)
         return Job.model_fields[name].get_default() if value is None else value
 
     def size(self, name: str) -> int:
-        """Of a group of ranks: 1 where the planner finds it, as other tools have no planner."""
-        value = self.get(name)
+        """Of a group of ranks, looked at; 1 where the planner would find it."""
+        value = self.look_at(name)
         return 1 if value == "auto" else int(value)
 
     def says(self, name: str) -> bool:
@@ -79,14 +103,18 @@ class Sheet:
     def missing(self, name: str, why: str) -> None:
         """The format cannot say what the job says for `name`."""
         self._asked.add(name)
-        self.notes.append(Note(name, shown(self.keys.get(name)).strip("'"), "", why))
+        self.notes.append(Note(name, shown(self.look_at(name)).strip("'"), "", why))
+
+    def with_keys(self, **keys: Any) -> Sheet:
+        """A part of the same file for which the job says these instead."""
+        return Sheet({**self.keys, **keys}, self.notes, self._asked)
 
     def finish(self) -> list[Note]:
         """All notes, with one for every key that nobody asked for."""
         for name, value in self.keys.items():
             default = Job.model_fields[name].get_default(call_default_factory=True)
             usual = ("auto", default, _USUAL.get(name, "auto"))
-            if name in self._asked or name in _OWN_MATTERS or value in usual:
+            if name in self._asked or value in usual:
                 continue
             self.notes.append(Note(name, shown(value).strip("'"), "", _INSTEAD.get(name, _SCRIPT)))
         return self.notes
@@ -94,7 +122,7 @@ class Sheet:
     @property
     def ranks(self) -> int:
         """Processes on all machines."""
-        return int(self.get("num_gpus")) * int(self.get("nnodes"))
+        return int(self.look_at("num_gpus")) * int(self.look_at("nnodes"))
 
     @property
     def data_parallel(self) -> int:
