@@ -147,6 +147,14 @@ def test_mics_keeps_whole_copies() -> None:
             "contradict: parameters have one type; keep one",
         ),
         ({"zero_optimisation": {}}, "is not a key of DeepSpeed. Did you mean zero_optimization?"),
+        # Blocks of keys have names too.
+        (
+            zero(offlod_param={"device": "cpu"}),
+            "zero_optimization.offlod_param is not a key of DeepSpeed. Did you mean "
+            "zero_optimization.offload_param",
+        ),
+        ({"optimzer": {"type": "AdamW"}}, "optimzer is not a key of DeepSpeed. Did you mean optim"),
+        ({"optimizer": {"parms": {"lr": 1}}}, "Did you mean optimizer.params?"),
         (
             zero(stage3_max_live_paramters=1),
             "line 5: zero_optimization.stage3_max_live_paramters is not a key of DeepSpeed. Did "

@@ -182,13 +182,20 @@ _CHECKS: dict[Accepts, Callable[[Any], Any]] = {
 def nearest(key: str, table: Mapping[str, Any]) -> str:
     """A sentence that names the keys most like a wrong one, in its own block first."""
     block, _, name = key.rpartition(".")
-    beside = {k.rpartition(".")[2]: k for k in table if k.rpartition(".")[0] == block}
+    known = list(dict.fromkeys(path for entry in table for path in _with_blocks(entry)))
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == block}
     found = [beside[n] for n in difflib.get_close_matches(name, beside, n=3, cutoff=0.6)]
     if not found:
-        elsewhere = {k.rpartition(".")[2]: k for k in table}
+        elsewhere = {k.rpartition(".")[2]: k for k in known}
         close = difflib.get_close_matches(name, elsewhere, n=3, cutoff=0.75)
         found = [elsewhere[n] for n in close]
     return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+def _with_blocks(key: str) -> list[str]:
+    """The blocks that a key stands in, which tables do not name by themselves, and the key."""
+    parts = key.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def shown(value: Any) -> str:
