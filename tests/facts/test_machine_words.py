@@ -21,7 +21,7 @@ from tightfit.facts.machine_words import (
     parse_ram,
 )
 from tightfit.facts.presets import Pcie
-from tightfit.units import GIB
+from tightfit.units import GIB, TIB
 
 PARSERS: tuple[Callable[[str], object], ...] = (
     parse_cards, parse_ram, parse_nvme, parse_interconnect, parse_network,
@@ -85,6 +85,33 @@ def test_ram_and_nvme() -> None:
 def test_no_memory(parse: Callable[[str], object], text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        (
+            parse_nvme,
+            "900000TB@900TB/s",
+            "900000TB is beyond every machine; none has more than 1024 TiB",
+        ),
+        (parse_nvme, "1TB@3.5TB/s", "3.5TB/s is beyond every machine; none has more than 100 GB/s"),
+        (parse_nvme, "1TB@3.5GB/s:3.5TB/s", "3.5TB/s is beyond"),
+        (parse_ram, "900TiB@900TB/s", "900TiB is beyond every machine; none has more than 64 TiB"),
+        (parse_ram, "64GiB@900TB/s", "900TB/s is beyond every machine; none has more than 10,000"),
+        (parse_network, "900000Gb", "none has more than 20 Tb/s of network. Is its unit the one"),
+        (parse_network, "9" * 400 + "x25Gb", "is beyond every machine"),
+    ],
+)
+def test_what_no_machine_has(parse: Callable[[str], object], text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse(text)
+
+
+def test_what_the_largest_machines_have() -> None:
+    assert parse_ram("64TiB@10TB/s") == Ram(64 * TIB, 10e12)
+    assert parse_nvme("1000TB@100GB/s") == Nvme(10**15, 100e9, None)
+    assert parse_network("25x800Gb") == 20e12 / 8
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def test_the_parts_of_several_machines(some_plan: Plan) -> None:
     assert parse_ram(jobs["1.00 TiB more RAM"].ram or "").total_bytes == 2048 * GIB
 
 
+def test_nothing_is_bought_that_no_machine_has(some_plan: Plan) -> None:
+    keys: dict[str, Any] = {"nnodes": 2, "network": "8x800Gb", "train_batch_size": 64}
+    jobs = asked_for(make_job(gpu="8xrtx-4090", ram="40TiB", **keys), some_plan)
+    assert list(jobs) == ["4 machines instead of 2"]
+
+
 def test_a_link_of_its_own_where_the_card_has_one(some_plan: Plan) -> None:
     bridged = asked_for(make_job(gpu="2x3090"), some_plan)["NVLink bridge"]
     machine = machine_of(bridged)

@@ -35,6 +35,8 @@ for it, here or anywhere:
   `gpu: rtx-4090` without a number has as many as `num_gpus`.
 - `memory_limit`, `host_memory_limit` and `nvme_limit` take something off the machine; more than it has
   is an error.
+- Sizes and rates that no machine of the next years has are an error that asks for the unit: above 64 TiB
+  of RAM or 10 TB/s of it, 1024 TiB or 100 GB/s of disk, 20 Tb/s of network.
 - A slot and a card agree on what both can: an RTX 4090 in `pcie5` runs at PCIe 4. Boards for home use
   often give two cards 8 lanes each: `--interconnect pcie4x8`.
 - Cards without a link of their own send over PCIe. Drivers of GeForce cards do not let them read each

@@ -10,9 +10,17 @@ import re
 from dataclasses import dataclass
 
 from tightfit.facts.presets import Card, Pcie, find_card, nearest_cards
-from tightfit.units import GIB, parse_bytes
+from tightfit.units import GIB, TIB, parse_bytes
 
 _MOST_CARDS = 2**16
+# What no machine of the next years reaches: whoever writes more means another unit. In 2026 large
+# servers have 32 TiB of RAM and 6.4 Tb/s of network (8 adapters of 800 Gb/s), two sockets read
+# about 1.5 TB/s, a disk holds up to 250 TB and on PCIe 6 reads 28 GB/s.
+MOST_RAM_BYTES = 64 * TIB
+_MOST_DISK_BYTES = 1024 * TIB
+_MOST_RAM_RATE = 10e12  # bytes per second, as the two below
+_MOST_DISK_RATE = 100e9
+MOST_NETWORK_RATE = 20e12 / 8
 _COUNTED = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[x×*]\s*(.+)", re.IGNORECASE)
 _PCIE = re.compile(r"pcie[\s-]*(?:gen[\s-]*)?([3-5])(?:\.0)?(?:[\s-]*x\s*(\d+))?", re.IGNORECASE)
 _LANES = (1, 2, 4, 8, 16)
@@ -96,7 +104,10 @@ def parse_ram(text: str) -> Ram:
         ValueError: no size, no rate, or less than any machine has.
     """
     size, _, rate = text.partition("@")
-    return Ram(_size("RAM", size, text, least=4 * GIB), _rate(rate, text) if "@" in text else None)
+    return Ram(
+        _size("RAM", size, text, least=4 * GIB, most=MOST_RAM_BYTES),
+        _rate("RAM", rate, text, _MOST_RAM_RATE) if "@" in text else None,
+    )
 
 
 def parse_nvme(text: str) -> Nvme:
@@ -108,22 +119,31 @@ def parse_nvme(text: str) -> Nvme:
     size, _, rates = text.partition("@")
     read, _, write = rates.partition(":")
     return Nvme(
-        _size("disk", size, text),
-        _rate(read, text) if "@" in text else None,
-        _rate(write, text) if ":" in rates else None,
+        _size("disk", size, text, least=GIB, most=_MOST_DISK_BYTES),
+        _rate("disk", read, text, _MOST_DISK_RATE) if "@" in text else None,
+        _rate("disk", write, text, _MOST_DISK_RATE) if ":" in rates else None,
     )
 
 
-def _size(what: str, size: str, text: str, least: int = GIB) -> int:
+def _size(what: str, size: str, text: str, *, least: int, most: int) -> int:
     count = parse_bytes(size)
     if count < least:
         raise ValueError(
             f"{text} is less than {least // GIB} GiB of {what}; write a unit, like 64GiB"
         )
+    if count > most:
+        raise _impossible(text, size, f"{most // TIB} TiB of {what}")
     return count
 
 
-def _rate(rate: str, text: str) -> float:
+def _impossible(text: str, figure: str, most: str) -> ValueError:
+    return ValueError(
+        f"{text!r}: {figure.strip()} is beyond every machine; none has more than {most}. Is its "
+        "unit the one that you mean?"
+    )
+
+
+def _rate(what: str, rate: str, text: str, most: float) -> float:
     """Bytes a second of `3.5GB/s`, `3500MB/s` or `3.5GB`."""
     size = re.sub(r"(/s|ps)$", "", rate.strip(), flags=re.IGNORECASE)
     try:
@@ -134,6 +154,8 @@ def _rate(rate: str, text: str) -> float:
         raise ValueError(
             f"{text!r}: {rate!r} is not a rate of at least 1MB/s; write it like 3.5GB/s"
         )
+    if count > most:
+        raise _impossible(text, rate, f"{most / 1e9:,.0f} GB/s of {what}")
     return float(count)
 
 
@@ -169,11 +191,15 @@ def parse_network(text: str) -> float:
     # Only `B` tells bytes from bits; everything else in either case.
     stripped = re.sub(r"[^B]", lambda match: match[0].lower(), text.strip())
     match = _NETWORK.fullmatch(stripped)
-    if match is None or float(match[2]) == 0 or match[1] == "0":
+    total = 0.0
+    if match is not None:
+        total = float(match[1] or 1) * float(match[2]) * _PREFIXES[match[3]]
+    if match is None or total == 0:
         raise ValueError(
             f"{text!r} is no rate of a network; write bits like 25Gb or 8x400Gb, or bytes like "
             "3GB/s"
         )
-    each = float(match[2]) * _PREFIXES[match[3]]
-    in_bytes = "B" in (match[4] or "")
-    return int(match[1] or 1) * (each if in_bytes else each / 8)
+    rate = total if "B" in (match[4] or "") else total / 8
+    if rate > MOST_NETWORK_RATE:
+        raise _impossible(text, text, f"{MOST_NETWORK_RATE * 8 / 1e12:.0f} Tb/s of network")
+    return rate

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
 from tightfit.facts.job import Job
 from tightfit.facts.machine import Machine, machine_of
-from tightfit.facts.machine_words import parse_network, parse_ram
+from tightfit.facts.machine_words import (
+    MOST_NETWORK_RATE,
+    MOST_RAM_BYTES,
+    parse_network,
+    parse_ram,
+)
 from tightfit.planner.plan import Plan
 from tightfit.planner.words import describe_policies
 from tightfit.units import GIB, format_bytes
@@ -106,17 +111,20 @@ def _links(job: Job, machine: Machine) -> Iterator[tuple[str, dict[str, object]]
     if fabric is not None and 1 < count <= fabric.cards and not machine.has_fabric:
         yield fabric.name, {"interconnect": f"nvlink,pcie{machine.pcie.generation}"}
     if machine.nodes > 1 and job.network is not None:
-        bits = _FASTER_NETWORK * parse_network(job.network) * 8
-        yield f"a network {_FASTER_NETWORK} times as fast", {"network": f"{bits / 1e9:g}Gb"}
+        rate = _FASTER_NETWORK * parse_network(job.network)
+        if rate <= MOST_NETWORK_RATE:
+            faster = f"{rate * 8 / 1e9:g}Gb"
+            yield f"a network {_FASTER_NETWORK} times as fast", {"network": faster}
 
 
 def _ram(job: Job, plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
-    """64 GiB, or where there is more as much again, at the same rate."""
+    """64 GiB, or where there is more as much again, at the same rate, if a machine can have it."""
     if job.ram is not None:
         now = parse_ram(job.ram).total_bytes
         _, at, rate = job.ram.partition("@")
         more = max(_MORE_RAM, now)
-        yield f"{format_bytes(more)} more RAM", {"ram": f"{now + more}B{at}{rate}"}
+        if now + more <= MOST_RAM_BYTES:
+            yield f"{format_bytes(more)} more RAM", {"ram": f"{now + more}B{at}{rate}"}
     elif plan.limits.host_bytes is not None and machine_of(job) is None:
         more = _MORE_RAM
         yield (
