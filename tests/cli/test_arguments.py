@@ -226,7 +226,10 @@ def test_tables_of_names_agree() -> None:
         ({"gpu": "2x4090", "num_gpus": 4}, "num_gpus 4, but gpu 2x4090 is 2 cards"),
         ({"gpu": "4090", "nodes": 2, "network": "25GB"}, "network: '25GB' is no rate of a network"),
         ({"num_gpus": 0}, "0 is not accepted; it must be a whole number from 1 to"),
-        ({"num_gpus": 6, "tensor_parallel_size": 4}, "num_gpus 6 is not a multiple of"),
+        (
+            {"num_gpus": 6, "tensor_parallel_size": 4},
+            "num_gpus 6 is not a multiple of tensor_parallel_size 4; give --num_gpus 4, or a",
+        ),
         ({"num_gpus": 4, "data_parallel_replicas": 3}, "3 does not divide the 4 data-parallel"),
         ({"adapt": True}, "save_strategy: no saves none before the end; set save_strategy"),
         (
@@ -236,7 +239,7 @@ def test_tables_of_names_agree() -> None:
         ({"adapt": True, "save_strategy": "steps", "plan": "p"}, "plan names the one to use"),
         (
             {"num_gpus": 3, "nnodes": 2, "tensor_parallel_size": 4},
-            "num_gpus 3 x nnodes 2 is not a multiple of",
+            "num_gpus 3 x nnodes 2 is not a multiple of tensor_parallel_size 4; give --num_gpus 2,",
         ),
         (
             {"pipeline_schedule": "interleaved", "pipeline_parallel_size": 1},
@@ -270,11 +273,32 @@ def test_tables_of_names_agree() -> None:
         ({"num_gpus": 2, "train_batch_size": 3}, "not a multiple of the 2 data-parallel ranks"),
         (
             {"num_gpus": 2, "train_batch_size": 8, "per_device_train_batch_size": 3},
-            "train_batch_size 8 is not a multiple of per_device_train_batch_size 3 x 2 ranks",
+            "train_batch_size 8 is not a multiple of per_device_train_batch_size 3 x 2 ranks; the "
+            "nearest that are 6 and 12",
         ),
         (
             {"train_batch_size": 8, "per_device_train_batch_size": 3},
-            "train_batch_size 8 is not a multiple of per_device_train_batch_size 3",
+            "train_batch_size 8 is not a multiple of per_device_train_batch_size 3; the nearest "
+            "that are 6 and 9",
+        ),
+        (
+            {"gpu": "8xh100", "train_batch_size": 16, "gradient_accumulation_steps": 3},
+            "train_batch_size 16 is not a multiple of gradient_accumulation_steps 3 x 8 ranks; the "
+            "nearest that is 24",
+        ),
+        # What nears 8 must be a multiple of the micro-batch too.
+        (
+            {"num_gpus": 4, "train_batch_size": 10, "per_device_train_batch_size": 3},
+            "per_device_train_batch_size 3 x 4 ranks; the nearest that is 12",
+        ),
+        (
+            {
+                "num_gpus": 2,
+                "train_batch_size": 8,
+                "per_device_train_batch_size": 3,
+                "gradient_accumulation_steps": 2,
+            },
+            "per_device_train_batch_size 3 x gradient_accumulation_steps 2 x 2 ranks, which is 12",
         ),
         ({"quantization_bit": 4}, "quantization_bit: 4 needs finetuning_type: lora"),
         ({"qlora": True, "finetuning_type": "full"}, "contradict: both set finetuning_type"),

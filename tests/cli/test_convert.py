@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,26 @@ def test_the_arithmetic_of_a_batch_knows_the_ranks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train_batch_size 16 != 1 x 8 x 1"):
         settings(None, deepspeed=str(config))
     assert settings(None, deepspeed=str(config), num_gpus="2")["train_batch_size"] == 16
+
+
+def test_a_contradiction_of_a_job_names_the_lines_that_make_it(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3}
+    config.write_text(json.dumps(sizes, indent=1))
+    said = (
+        f"the nearest that are 15 and 18 ({config}, line 2: train_batch_size; "
+        f"{config}, line 3: train_micro_batch_size_per_gpu)"
+    )
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        settings(None, deepspeed=str(config))
+
+
+def test_ranks_that_a_file_does_not_say_are_asked_for(tmp_path: Path, capsys: Captured) -> None:
+    config = tmp_path / "tt.toml"
+    config.write_text("[parallelism]\ntensor_parallel_degree = 2\n")
+    assert main(["convert", str(config), "-", "--to", "tightfit"]) == 2
+    assert "give --num_gpus 2, or a multiple of it" in capsys.readouterr().err
+    assert main(["convert", str(config), "-", "--to", "tightfit", "--num_gpus", "2"]) == 0
 
 
 def test_two_configs_are_one_too_many() -> None:

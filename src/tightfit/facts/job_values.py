@@ -6,6 +6,7 @@ The words of every complaint come from the fields of `Job`. Does not know where 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -103,13 +104,20 @@ def _complaints(
         seen.add(key)
         own_words = problem.get("ctx", {}).get("error")
         if not key:
-            yield str(own_words)
+            yield f"{own_words}{_places_of(str(own_words), labels)}"
         elif problem["type"] == "missing":
             yield f"{key} is missing; give it in the YAML file or as --{key}"
         elif isinstance(own_words, ValueError):
             yield f"{labels[key]}: {own_words}"
         else:
             yield _complaint(key, values[key], labels)
+
+
+def _places_of(said: str, labels: Mapping[str, str]) -> str:
+    """Where a file says what a complaint about several keys is about, and under which names."""
+    words = set(re.findall(r"\w+", said))
+    places = [label for key, label in labels.items() if key in words and ", line " in label]
+    return f" ({'; '.join(places)})" if places else ""
 
 
 def _complaint(key: str, value: Any, labels: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ A key may be `auto`; then what another one says must leave it a value.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import gcd, prod
 from typing import Any, Literal
 
 Number = int | Literal["auto"]
@@ -44,7 +45,12 @@ def rank_contradictions(job: Mapping[str, Any]) -> Iterator[str]:
             for key in ("tensor_parallel_size", "pipeline_parallel_size")
             if job[key] != "auto"
         )
-        yield f"num_gpus {cards}{times} is not a multiple of {given}"
+        width = prod(value for value in (tensor, stages) if value != "auto")
+        fitting = width // gcd(width, machines)
+        yield (
+            f"num_gpus {cards}{times} is not a multiple of {given}; give --num_gpus {fitting}, or "
+            "a multiple of it"
+        )
         return
     replicas, data = job["data_parallel_replicas"], machines * cards // widths[0]
     if replicas != "auto" and data % replicas:
@@ -126,21 +132,21 @@ def batch_contradiction(
 
 def _broken_identity(total: int, micro: Number, steps: Number, data: int) -> str | None:
     times = f" x {data} ranks" if data > 1 else ""
-    if total % data:
-        near = [n for n in (total // data * data, -(-total // data) * data) if n]
-        return (
-            f"train_batch_size {total} is not a multiple of the {data} data-parallel ranks; the "
-            f"nearest that {'are' if near[1:] else 'is'} {' and '.join(map(str, near))}"
-        )
-    for name, part in (
-        ("per_device_train_batch_size", micro),
-        ("gradient_accumulation_steps", steps),
-    ):
-        if part != "auto" and total // data % part:
-            return f"train_batch_size {total} is not a multiple of {name} {part}{times}"
-    if micro != "auto" and steps != "auto" and total // data != micro * steps:
-        return (
+    if micro != "auto" and steps != "auto":
+        whole = micro * steps * data
+        return None if total == whole else (
             f"train_batch_size {total} != per_device_train_batch_size {micro} x "
-            f"gradient_accumulation_steps {steps}{times}"
-        )
-    return None
+            f"gradient_accumulation_steps {steps}{times}, which is {whole}"
+        )  # fmt: skip
+    unit, of = data, f"the {data} data-parallel ranks"
+    if micro != "auto":
+        unit, of = micro * data, f"per_device_train_batch_size {micro}{times}"
+    elif steps != "auto":
+        unit, of = steps * data, f"gradient_accumulation_steps {steps}{times}"
+    if total % unit == 0:
+        return None
+    near = [n for n in (total // unit * unit, -(-total // unit) * unit) if n]
+    return (
+        f"train_batch_size {total} is not a multiple of {of}; the nearest that "
+        f"{'are' if near[1:] else 'is'} {' and '.join(map(str, near))}"
+    )
