@@ -120,7 +120,10 @@ def test_auto_is_left_open() -> None:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
         **zero(reduce_bucket_size="auto"),
     }
-    settings = read(content).settings
+    reading = read(content)
+    listed = [note.key for note in reading.notes if note.key]
+    assert len(listed) == len(set(listed))  # each key once
+    settings = reading.settings
     assert "precision" not in settings
     assert "max_grad_norm" not in settings
     assert settings["optim"] == "adamw"

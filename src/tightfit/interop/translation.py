@@ -80,7 +80,8 @@ class Translation:
         if found is None:
             return None
         if found.value == AUTO:
-            self.say(key, "", "as the job says, else the planner decides")
+            if key not in self._taken:
+                self.say(key, "", "as the job says, else the planner decides")
             return None
         return found.value
 
