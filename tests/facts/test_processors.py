@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.facts.processors import numa_nodes, parse_cpu_list, share_of, threads_of
+from tightfit.facts.processors import (
+    node_bytes,
+    numa_nodes,
+    parse_cpu_list,
+    share_of,
+    threads_of,
+)
+from tightfit.units import GIB
 
 
 def machine(folder: Path, nodes: list[str], threads_per_core: int = 1) -> tuple[Path, Path]:
@@ -91,3 +98,14 @@ def test_lists_of_processors_are_read_as_linux_writes_them(numbers: set[int]) ->
 def test_nodes_come_in_their_order(tmp_path: Path) -> None:
     folder, _ = machine(tmp_path, [str(number) for number in range(11)])
     assert numa_nodes(folder) == [{number} for number in range(11)]
+
+
+def test_nodes_have_memory(tmp_path: Path) -> None:
+    folder, _ = machine(tmp_path, ["0-1", ""])
+    assert node_bytes(folder) == []
+    for number, kilobytes in enumerate((64 * 2**20, 2**20)):
+        said = f"Node {number} MemTotal:  {kilobytes} kB\nNode {number} MemFree:  77 kB\n"
+        (folder / f"node{number}/meminfo").write_text(said)
+    assert node_bytes(folder) == [64 * GIB, GIB]
+    (folder / "node1/meminfo").write_text("Node 1 MemFree:  77 kB\n")
+    assert node_bytes(folder) == []

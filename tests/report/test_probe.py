@@ -14,6 +14,7 @@ from tightfit.facts.presets import Card, find_card
 from tightfit.monitor.history import History
 from tightfit.planner.probe.figures import DiskFigures, Identity, PcieFigures, Probe
 from tightfit.report.probe import pcie_remarks, show_history, show_probe
+from tightfit.units import GIB
 
 NOMINAL = find_card("rtx-4090")
 
@@ -49,7 +50,7 @@ def row(text: str, start: str) -> list[str]:
 
 def test_every_figure_has_its_unit_and_its_share_of_what_is_published() -> None:
     text = shown(probe())
-    assert "2 cores usable, 2 NUMA nodes (0: 1 processors, 1: 1 processors)" in text
+    assert "2 cores usable, 2 NUMA nodes (0: 1 processor; 1: 1 processor)" in text
     assert row(text, "fp32 products, 1024 wide")[-4:] == ["80.0", "GFLOP/s", "120.0", "GFLOP/s"]
     assert row(text, "fused AdamW")[-4:] == ["700", "Mparam/s", "1,050", "Mparam/s"]
     assert row(text, "bf16 products, 4096 wide")[-1] == "91%"
@@ -60,6 +61,20 @@ def test_every_figure_has_its_unit_and_its_share_of_what_is_published() -> None:
     assert "each of 2 ranks while all compute, with 1 thread:" in text
     assert "disk at /data: 3.50 GB/s read, 1.70 GB/s written (512.0 MiB" in text
     assert "note: something disturbed it" in text
+
+
+def test_nodes_have_cores_and_memory() -> None:
+    """The second has memory alone, as expanders on PCIe do."""
+    known = dataclasses.replace(
+        probe(), nodes=((0, 1), ()), node_cores=(1, 0), node_bytes=(64 * GIB, 2 * GIB)
+    )
+    assert (
+        "2 NUMA nodes (0: 1 core, 2 processors, 64.00 GiB; 1: 0 cores, 0 processors, 2.00 GiB)"
+        in shown(known)
+    )
+    single = dataclasses.replace(known, nodes=((0, 1),), node_cores=(2,), node_bytes=(GIB,))
+    assert "1 NUMA node (0: 2 cores, 2 processors, 1.00 GiB)" in shown(single)
+    assert "2 cores usable, 1 NUMA node\n" in shown(dataclasses.replace(probe(), nodes=()))
 
 
 def test_an_unknown_card_has_no_nominal_figures() -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tightfit.errors import ConfigError, RankError, TightfitError
 from tightfit.facts.hardware import Hardware, describe
-from tightfit.facts.processors import count_cores, cpu_quota, numa_nodes
+from tightfit.facts.processors import count_cores, cpu_quota, node_bytes, numa_nodes
 from tightfit.launch.link import measure_link
 from tightfit.monitor.history import history_file, read_history
 from tightfit.planner.machine import usable_hardware
@@ -167,12 +167,15 @@ def _measure(folder: Path, hardware: Hardware, ranks: int, size: int, say: Say) 
     cards = measure_cards(hardware.accelerators, lambda: usable_hardware(folder).accelerators)
     link = _link(ranks, hardware, notes, say) if ranks > 1 else None
     disk = _disk(folder, size, notes, say) if size else None
+    nodes = numa_nodes()
     probe = Probe(
         schema=1,
         identity=identity_of(hardware),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         busy_cores=busy.cores,
-        nodes=tuple(tuple(sorted(node)) for node in numa_nodes()),
+        nodes=tuple(tuple(sorted(node)) for node in nodes),
+        node_cores=tuple(count_cores(node) for node in nodes),
+        node_bytes=tuple(node_bytes()),
         cores=cores,
         host=tuple(host),
         matmul=matmul,

@@ -6,12 +6,15 @@ nothing and knows nothing of what is computed.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tightfit.facts.cgroup import read_cgroup_limits
+from tightfit.units import KIB
 
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
+_TOTAL = re.compile(r"MemTotal:\s*(\d+) kB")
 
 
 def share_of(local_rank: int, ranks_here: int, allowed: set[int], nodes: Path = _NODES) -> set[int]:
@@ -69,6 +72,15 @@ def numa_nodes(folder: Path = _NODES) -> list[set[int]]:
     """Processors of each NUMA node, in order; empty where the machine does not say."""
     lists = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     return [parse_cpu_list(path.read_text(encoding="ascii")) for path in lists]
+
+
+def node_bytes(folder: Path = _NODES) -> list[int]:
+    """Memory of each NUMA node, in the order of `numa_nodes`; empty where the machine does not say
+    it of all."""
+    files = sorted(folder.glob("node[0-9]*/meminfo"), key=lambda path: int(path.parent.name[4:]))
+    found = [_TOTAL.search(path.read_text(encoding="ascii")) for path in files]
+    sizes = [int(match[1]) * KIB for match in found if match is not None]
+    return sizes if len(sizes) == len(numa_nodes(folder)) else []
 
 
 def parse_cpu_list(text: str) -> set[int]:

@@ -55,10 +55,22 @@ def show_probe(console: Console, probe: Probe) -> None:
 def _layout(probe: Probe) -> str:
     nodes = len(probe.nodes) or 1
     said = f"{probe.cores} cores usable, {nodes} NUMA node{'s' if nodes > 1 else ''}"
-    if nodes > 1:
-        parts = (f"{number}: {len(node)} processors" for number, node in enumerate(probe.nodes))
-        said += f" ({', '.join(parts)})"
-    return said
+    parts = [f"{number}: {_node(probe, number)}" for number in range(len(probe.nodes))]
+    return f"{said} ({'; '.join(parts)})" if parts else said
+
+
+def _node(probe: Probe, number: int) -> str:
+    """What is known of a NUMA node; one may have memory alone."""
+    parts = [_counted(len(probe.nodes[number]), "processor")]
+    if number < len(probe.node_cores):
+        parts.insert(0, _counted(probe.node_cores[number], "core"))
+    if number < len(probe.node_bytes):
+        parts.append(format_bytes(probe.node_bytes[number]))
+    return ", ".join(parts)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _host_table(hosts: Sequence[HostFigures]) -> Table:

@@ -160,6 +160,8 @@ class Probe:
         matmul: of the CPU with all cores, by type.
         disk, link: None where they were not measured.
         notes: what could not be measured, and what disturbed it.
+        node_cores, node_bytes: of each NUMA node, its memory; empty where the machine does not say,
+            and in files of versions that did not ask.
     """
 
     schema: Literal[1]
@@ -174,6 +176,8 @@ class Probe:
     disk: DiskFigures | None
     link: LinkFigures | None
     notes: tuple[str, ...]
+    node_cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    node_bytes: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
 ADAPTER = TypeAdapter(Probe)
