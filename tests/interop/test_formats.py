@@ -118,6 +118,9 @@ SAYABLE: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     ).map(lambda k: k if k["data_parallel_replicas"] > 1
           else {n: v for n, v in k.items() if n != "data_parallel_replicas"}),
     "fsdp": together(WHOLE, FSDP_STAGES, RECOMPUTED),
+    "fsdp1": together(
+        WHOLE, RECOMPUTED, st.sampled_from([0, 2, 3]).map(lambda stage: {"zero_stage": stage}),
+    ),
     "transformers": together(
         numbers(*TRAINER), OPTIMIZERS, PRECISIONS, WHOLE, RECOMPUTED,
         batch().map(lambda k: {n: v for n, v in k.items() if n != "train_batch_size"}),
@@ -144,7 +147,7 @@ def test_there_and_back_is_the_same_job(name: str, data: st.DataObject) -> None:
     assert not [note for note in written.notes if note.key in keys], written.notes
     file = EXPORTS.get(name, "job.yaml")
     document = document_of(written.text, file)
-    assert format_of(document) == name
+    assert format_of(document) == name.removesuffix("1")
     ranks = Ranks(keys.get("num_gpus", 1), keys.get("nnodes", 1))
     found = read_config(document, ranks).settings
     again = plain_keys(job_of({"model_name_or_path": "m", **found}, {}), found)
@@ -291,7 +294,8 @@ def test_a_file_of_no_format_says_which_there_are() -> None:
     ("file", "expected"),
     [
         ("ds_config.json", "deepspeed"), ("my_deepspeed.json", "deepspeed"),
-        ("fsdp_config.json", "fsdp"), ("args.json", None), ("accelerate.yaml", "accelerate"),
+        ("fsdp_config.json", "fsdp"), ("fsdp1_config.json", "fsdp1"), ("args.json", None),
+        ("accelerate.yaml", "accelerate"),
         ("llamafactory.yaml", "llamafactory"), ("job.yaml", None), ("x.toml", "torchtitan"),
     ],
 )  # fmt: skip
@@ -324,6 +328,39 @@ def test_what_a_trainer_takes_otherwise_is_written(name: str) -> None:
     expected = {"eval_steps": 500, "logging_steps": 1, "save_strategy": "no",
                 "per_device_eval_batch_size": 1}  # fmt: skip
     assert {key: document.content[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "strategy", "listed"),
+    [
+        ({}, "FULL_SHARD", set()),
+        ({"zero_stage": 3}, "FULL_SHARD", set()),
+        ({"zero_stage": 2}, "SHARD_GRAD_OP", set()),
+        ({"zero_stage": 1}, "SHARD_GRAD_OP", {"zero_stage"}),
+        ({"zero_stage": 0}, "NO_SHARD", set()),
+        ({"nnodes": 2, "data_parallel_replicas": 2}, "HYBRID_SHARD", {"nnodes"}),
+        (
+            {"nnodes": 2, "data_parallel_replicas": 2, "zero_stage": 2},
+            "_HYBRID_SHARD_ZERO2",
+            {"nnodes"},
+        ),
+        # Of other copies than one for each machine it has no word.
+        (
+            {"num_gpus": 4, "data_parallel_replicas": 2},
+            "FULL_SHARD",
+            {"num_gpus", "data_parallel_replicas"},
+        ),
+    ],
+)
+def test_fsdp_1_has_names_for_kinds_of_sharding(
+    keys: dict[str, Any], strategy: str, listed: set[str]
+) -> None:
+    written = write_config(keys, "fsdp1")
+    content = json.loads(written.text)
+    assert (content["version"], content["sharding_strategy"]) == (1, strategy)
+    assert {note.key for note in written.notes} == listed
+    reading = read_config(document_of(written.text, "a.json"), Ranks(4, keys.get("nnodes", 1)))
+    assert reading.tool.engine == ("ddp" if strategy == "NO_SHARD" else "fsdp1")
 
 
 def test_torchtitan_is_not_written() -> None:

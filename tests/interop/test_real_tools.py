@@ -112,6 +112,28 @@ def test_transformers_loads_a_file_for_fsdp(job: dict[str, Any], tmp_path: Path)
     assert found.fsdp_plugin_args["activation_checkpointing"]
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_file_for_fsdp_1_is_loaded(stage: int, tmp_path: Path) -> None:
+    """By transformers, and by the plugin of accelerate that makes torch's own strategy of it."""
+    plugins = pytest.importorskip("accelerate.utils.dataclasses")
+    path = written({**ALL_AWAY, "zero_stage": stage}, "fsdp1", tmp_path)
+    found = arguments({"fsdp": True, "fsdp_config": str(path)}, tmp_path)
+    name = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}[stage]
+    assert found.fsdp_plugin_args["fsdp_version"] == 1
+    assert found.fsdp_plugin_args["reshard_after_forward"].upper() == name
+    content = json.loads(path.read_text())
+    plugin = plugins.FullyShardedDataParallelPlugin(
+        fsdp_version=content["version"],
+        sharding_strategy=content["sharding_strategy"],
+        reshard_after_forward=content["reshard_after_forward"],
+        cpu_offload=content["cpu_offload"],
+        cpu_ram_efficient_loading=False,  # asks for a card where the model is made
+    )
+    assert content["sync_module_states"]  # or it warns where only one rank reads the model
+    assert plugin.sharding_strategy.name == name
+    assert plugin.reshard_after_forward.name == name
+
+
 def test_llamafactory_knows_every_argument_of_its_file(job: dict[str, Any], tmp_path: Path) -> None:
     """Its own names by the list of its sources, the others by transformers' parser."""
     lora = {"finetuning_type": "lora", "quantization_bit": 4, "lora_rank": 8, "val_size": 0.1}

@@ -80,7 +80,9 @@ and fp32. Layers are checkpointed only where a file says so; LLaMA-Factory check
 file says not to.""",
     "fsdp": """\
 A file for transformers' `fsdp_config`, and accelerate's block of that name, where each key may
-begin with `fsdp_`.""",
+begin with `fsdp_`. It is written for version 2 as `fsdp`, and as `fsdp1` for version 1 (deprecated
+there), with the names above: `NO_SHARD` for `zero_stage: 0`, and the hybrid ones where
+`data_parallel_replicas` is `nnodes`.""",
     "torchtitan": """\
 TOML of versions 0.1 and 0.2; later ones are configured in Python. It is read only: `convert --to
 torchtitan` and `plan --export torchtitan` are refused, as there is no writer for it.""",
@@ -98,7 +100,7 @@ def document() -> str:
     for name, (stage, copies) in STRATEGIES.items():
         lines.append(f"| `{name}` | {stage} | {'`nnodes`' if copies else 1} |")
     for name, form in FORMATS.items():
-        if name == "tightfit":
+        if name not in _REMARKS:
             continue
         lines += ["", f"## {form.title}", "", _REMARKS[name]]
         if name == "transformers":

@@ -17,7 +17,7 @@ from tightfit.interop.deepspeed_writer import write_deepspeed
 from tightfit.interop.documents import Document
 from tightfit.interop.entries import Table
 from tightfit.interop.fsdp import FSDP_TABLE, read_fsdp
-from tightfit.interop.fsdp_writer import write_fsdp
+from tightfit.interop.fsdp_writer import write_fsdp, write_fsdp1
 from tightfit.interop.huggingface import read_llamafactory, read_transformers
 from tightfit.interop.huggingface_writer import write_llamafactory, write_transformers
 from tightfit.interop.llamafactory_keys import LLAMAFACTORY_TABLE
@@ -93,6 +93,7 @@ FORMATS: dict[str, Format] = {
         read_fsdp,
         write_fsdp,
     ),
+    "fsdp1": Format("FSDP 1", FSDP_TABLE, _marks(), read_fsdp, write_fsdp1),
     "transformers": Format(
         "transformers",
         TRANSFORMERS_TABLE,
@@ -110,6 +111,7 @@ EXPORTS = {
     "llamafactory": "llamafactory.yaml",
     "transformers": "training_arguments.json",
     "fsdp": "fsdp_config.json",
+    "fsdp1": "fsdp1_config.json",
 }
 _JOB_MARKS = ("model_name_or_path", "model", "base_model")
 
@@ -180,7 +182,7 @@ def format_named_by(path: Path) -> str | None:
     if path.suffix == ".json":
         if "ds_" in name or "deepspeed" in name or "zero" in name:
             return "deepspeed"
-        return "fsdp" if "fsdp" in name else None
+        return next((form for form in ("fsdp1", "fsdp") if form in name), None)
     if "accelerate" in name:
         return "accelerate"
     if "llamafactory" in name or "llama_factory" in name or "llama-factory" in name:
