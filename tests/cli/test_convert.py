@@ -112,6 +112,7 @@ def test_the_arithmetic_of_a_batch_knows_the_ranks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train_batch_size 16 != 1 x 8 x 1"):
         settings(None, deepspeed=str(config))
     assert settings(None, deepspeed=str(config), num_gpus="2")["train_batch_size"] == 16
+    assert settings(None, deepspeed=str(config), gpu="2xrtx-4090")["train_batch_size"] == 16
 
 
 def test_a_contradiction_of_a_job_names_the_lines_that_make_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import ConfigError, InputError
+from tightfit.facts.machine_keys import with_cards_of_gpu
 from tightfit.interop.documents import read_document
 from tightfit.interop.entries import shown
 from tightfit.interop.formats import read_config
@@ -23,14 +24,15 @@ _GROUPS = (
 
 
 def ranks_in(settings: Mapping[str, Any]) -> Ranks:
-    """How many ranks settings ask for, under their own or other names; what is no number is
-    complained about where the job is checked."""
+    """How many ranks settings ask for, under their own or other names, or by the cards of a
+    described machine; what is no number is complained about where the job is checked."""
     names = {
         "num_gpus": ("num_gpus", "nproc_per_node", "num_processes", "world_size"),
         "nnodes": ("nnodes",),
         "tensor_parallel_size": ("tensor_parallel_size", "tp", "tp_size"),
         "pipeline_parallel_size": ("pipeline_parallel_size", "pp", "pp_size"),
     }
+    settings = with_cards_of_gpu(dict(settings))
     found = {
         own: int(value)
         for own, others in names.items()
