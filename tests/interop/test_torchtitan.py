@@ -80,6 +80,18 @@ def test_a_usual_file() -> None:
     assert {key: settings.get(key) for key in expected} == expected
 
 
+def test_what_is_left_out_has_torchtitans_defaults() -> None:
+    expected = {
+        "per_device_train_batch_size": 8, "max_steps": 10000, "learning_rate": 8e-4,
+        "weight_decay": 0.1, "warmup_steps": 200, "logging_steps": 10, "precision": "bf16",
+        "gradient_checkpointing": "selective", "zero_stage": 3,
+    }  # fmt: skip
+    settings = read("[training]\nseq_len = 64\n").settings
+    assert {key: settings.get(key) for key in expected} == expected
+    off = read('[activation_checkpoint]\nmode = "none"\n').settings
+    assert off["gradient_checkpointing"] == "false"
+
+
 def test_replicas_and_stages() -> None:
     reading = read("[parallelism]\ndata_parallel_replicate_degree = 2\n"
                    'fsdp_reshard_after_forward = "never"\n')  # fmt: skip

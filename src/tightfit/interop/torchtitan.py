@@ -42,6 +42,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer.beta2": {"adam_beta2": 0.95},
     "optimizer.weight_decay": {"weight_decay": 0.1},
     "lr_scheduler.warmup_steps": {"warmup_steps": 200},
+    "metrics.log_freq": {"logging_steps": 10},
+    "activation_checkpoint.mode": {"gradient_checkpointing": "selective"},  # every second layer
 }
 
 TORCHTITAN_TABLE = table_of(
