@@ -82,7 +82,9 @@ file says not to.""",
 A file for transformers' `fsdp_config`, and accelerate's block of that name, where each key may
 begin with `fsdp_`. It is written for version 2 as `fsdp`, and as `fsdp1` for version 1 (deprecated
 there), with the names above: `NO_SHARD` for `zero_stage: 0`, and the hybrid ones where
-`data_parallel_replicas` is `nnodes`.""",
+`data_parallel_replicas` is `nnodes`. accelerate does what version 1 says; under transformers 5.24
+with accelerate 1.15 it is `FULL_SHARD` whatever the file says, unless the environment names it too:
+`FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP`.""",
     "torchtitan": """\
 TOML of versions 0.1 and 0.2; later ones are configured in Python. It is read only: `convert --to
 torchtitan` and `plan --export torchtitan` are refused, as there is no writer for it.""",
