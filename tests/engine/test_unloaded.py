@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from tightfit.bill.table import Kind
 from tightfit.engine.apply import fit
@@ -127,9 +133,20 @@ def test_a_buffer_that_is_saved_with_the_model_is_filled(make_model: Make) -> No
     assert torch.equal(engine.model.odd, torch.arange(3.0))
 
 
-def test_a_buffer_that_nobody_computes_is_refused(make_model: Make) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64])
+def test_a_buffer_that_nobody_computes_is_refused(make_model: Make, dtype: torch.dtype) -> None:
     model = make_model()
     empty = on_meta(model)
-    empty.register_buffer("odd", torch.empty(3, device="meta"), persistent=False)
+    empty.register_buffer("odd", torch.empty(3, dtype=dtype, device="meta"), persistent=False)
     with pytest.raises(UnsupportedError, match=r"^odd of this model is not computed"):
         fit(empty, Policies(), values=filling(model))
+
+
+def test_a_mask_that_the_model_computes_is_that_of_one_that_was_loaded() -> None:
+    """A constant of truth values, which no value of its own shows to be unset."""
+    model = GPTBigCodeForCausalLM(
+        GPTBigCodeConfig(vocab_size=32, n_positions=6, n_embd=8, n_layer=1, n_head=2)
+    )
+    engine = fit(on_meta(model), Policies(), values=filling(model))
+    assert torch.equal(engine.model.transformer.bias, model.transformer.bias)
+    assert model.transformer.bias.sum() == 6 * 7 / 2

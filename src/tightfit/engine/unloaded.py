@@ -183,7 +183,7 @@ def _make_buffers(model: PreTrainedModel, device: torch.device, fill: Fill) -> N
             buffer, full_name = getattr(module, key), f"{name}.{key}" if name else key
             if full_name in saved:
                 fill(full_name, buffer, whole(buffer))
-            elif not (buffer.is_floating_point() and bool(buffer.isfinite().all())):
+            elif not _is_computed(buffer):
                 raise UnsupportedError(
                     f"{full_name} of this model is not computed by its _init_weights: build the "
                     "model with its buffers on the host, or load it"
@@ -195,3 +195,11 @@ def _unset(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     with ledger.labelled(Kind.BUFFERS):
         unset = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     return unset.fill_(float("nan")) if unset.is_floating_point() else unset
+
+
+def _is_computed(buffer: torch.Tensor) -> bool:
+    """Whether somebody has filled what `_unset` gave; where no value could show that, such as in a
+    mask, by whether it was written to."""
+    if buffer.is_floating_point():
+        return bool(buffer.isfinite().all())
+    return buffer._version > 0
