@@ -69,21 +69,27 @@ class Sized:
     most: int
     tried: list[str]
 
-    options = SimpleNamespace(own="own", allowed=())
+    cannot: str = ""
+    options = SimpleNamespace(own="own", allowed=(), plain=lambda: "plain")
 
     @property
     def fitting(self) -> Any:
         return self
 
+    @property
+    def pricing(self) -> Any:
+        return self
+
+    def counts(self, policies: str) -> None:
+        if self.entry.name == self.cannot:
+            raise UnsupportedError("no such layer")
+
     def leanest(self, way: str) -> list[str]:
         return [self.entry.name]
 
-    def by_promise(self, candidates: list[str]) -> list[str]:
-        return candidates
-
-    def would_fit(self, name: str) -> bool:
-        self.tried.append(name)
-        return parameters_of(self.entry) <= self.most
+    def first_that_would(self, names: list[str]) -> str | None:
+        self.tried.extend(names)
+        return names[0] if parameters_of(self.entry) <= self.most else None
 
 
 @pytest.mark.parametrize("fitting", range(6))
@@ -102,7 +108,23 @@ def test_the_largest_is_found_by_bisection(fitting: int) -> None:
     assert len(tried) <= 3
 
 
-def test_a_model_that_the_engine_cannot_train_does_not_fit() -> None:
+@pytest.mark.parametrize("cannot", range(5))
+def test_a_model_that_the_engine_cannot_train_is_left_out(cannot: int) -> None:
+    """Which is found out while it is prepared, or only when it is priced; what is larger may fit
+    all the same."""
+    models = models_by_size()[:5]
+
+    def elsewhere(job: Job, config: Any) -> Any:
+        entry = find_in_catalogue(job.model_name_or_path)
+        assert entry is not None
+        return Sized(entry, parameters_of(models[-1]), [], models[cannot].name)
+
+    found = largest_that_fits(models, job_of(), elsewhere)
+    assert found is not None
+    assert found.name == models[3 if cannot == 4 else 4].name
+
+
+def test_where_the_engine_can_train_no_model_none_fits() -> None:
     def elsewhere(job: Job, config: Any) -> Any:
         raise UnsupportedError("no such layer")
 

@@ -68,8 +68,18 @@ class Fitting:
 
     def by_promise(self, candidates: Iterable[Policies]) -> list[Policies]:
         """Those first of which least is known to be missing, of equal ones those with fewest
-        techniques."""
-        return sorted(candidates, key=lambda p: (self.missing_at_least(p), count_techniques(p)))
+        techniques; without those whose adapter or base the engine cannot do with this model."""
+        known = filter(self.is_counted, candidates)
+        return sorted(known, key=lambda p: (self.missing_at_least(p), count_techniques(p)))
+
+    def is_counted(self, policies: Policies) -> bool:
+        """Whether the engine can do the adapter and the base with this model, whatever else is
+        chosen: bounds and times are worked out from a run of them."""
+        try:
+            self.pricing.counts(policies)
+        except UnsupportedError:
+            return False
+        return True
 
     def would_fit(self, policies: Policies) -> bool:
         """Whether it would by a bill of a few layers, asked for only where a bound does not say;

@@ -43,19 +43,22 @@ def largest_that_fits(
     models: Sequence[CatalogueEntry], job: Job, elsewhere: Elsewhere
 ) -> Instead | None:
     """Of models from the smallest to the largest the last that fits; by bisection, as if one that
-    is larger took more."""
-    found, low, high = None, 0, len(models)
+    is larger took more. Those that the engine cannot train as the job says are left out."""
+    left, found, low, high = list(models), None, 0, len(models)
     while low < high:
         middle = (low + high) // 2
-        entry = models[middle]
-        there = _prepared(entry, job, elsewhere)
-        lean = [] if there is None else leanest_allowed(there)
-        if there is not None and any(map(there.fitting.would_fit, there.fitting.by_promise(lean))):
-            found, low = Instead(entry.name, lean, there.fitting), middle + 1
-        else:
+        try:
+            fitting = _leanest_that_would(left[middle], job, elsewhere)
+        except InputError:
+            del left[middle]
+            high -= 1
+            continue
+        if fitting is None:
             high = middle
     return found
 
+        else:
+            found, low = fitting, middle + 1
 
 def leanest_allowed(at: Prepared) -> list[Policies]:
     """Of each way that the job allows."""
@@ -63,15 +66,20 @@ def leanest_allowed(at: Prepared) -> list[Policies]:
     return [policies for way in ways for policies in at.leanest(way)]
 
 
-def _prepared(entry: CatalogueEntry, job: Job, elsewhere: Elsewhere) -> Prepared | None:
-    """None where the engine cannot train that model as the job says."""
-    other = job.model_copy(update={"model_name_or_path": entry.name})
-    try:
-        return elsewhere(other, entry.config)
-    except (ConfigError, InputError, UnsupportedError):
+def _leanest_that_would(entry: CatalogueEntry, job: Job, elsewhere: Elsewhere) -> Instead | None:
+    """The job with that model; None where it would not fit.
+
+    Raises:
+        InputError: the engine cannot train that model as the job says.
+    """
+    there = elsewhere(job.model_copy(update={"model_name_or_path": entry.name}), entry.config)
+    there.pricing.counts(there.options.plain())  # or it would look as if it did not fit
+    lean = leanest_allowed(there)
+    if there.fitting.first_that_would(lean) is None:
         return None
 
 
+    return Instead(entry.name, lean, there.fitting)
 def _smaller(own: CatalogueEntry) -> list[CatalogueEntry]:
     """Of the same family, from the smallest; of those with the same shape the first alone."""
     most = parameters_of(own)

@@ -14,6 +14,7 @@ from tightfit.bill.optimizers import FP32_BYTES
 from tightfit.bill.runtime import Capability, Link, likely_link, runtime_bytes
 from tightfit.bill.table import Kind, MemoryTable
 from tightfit.dry_run import DryRun, dry_run
+from tightfit.errors import UnsupportedError
 from tightfit.facts.model_spec import ModelSpec
 from tightfit.facts.workload import Workload
 from tightfit.planner.bounds import LowerBounds
@@ -115,18 +116,29 @@ class Pricing:
     machines: int = 1
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
     _least: LowerBounds = field(init=False)
+    _refused: dict[tuple[Policies, bool], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._least = LowerBounds(self.workload.sequence_length)
 
     def run(self, policies: Policies, *, full_depth: bool = False) -> DryRun:
-        """The dry run of `policies`; what the optimizer's numbers are does not matter to it."""
+        """The dry run of `policies`; what the optimizer's numbers are does not matter to it.
+
+        Raises:
+            UnsupportedError: the engine cannot do them with this model.
+        """
         key = _without_numbers(policies, full_depth=full_depth)
         if key not in self._runs:
+        if key in self._refused:
+            raise UnsupportedError(self._refused[key])
             self.observe(policies)
-            self._runs[key] = dry_run(
-                self.config, policies, self.workload, full_depth=key[1], card=self.card
-            )
+            try:
+                self._runs[key] = dry_run(
+                    self.config, policies, self.workload, full_depth=key[1], card=self.card
+                )
+            except UnsupportedError as error:
+                self._refused[key] = str(error)
+                raise
             self._least.learn(policies, self._runs[key])
         return self._runs[key]
 

@@ -143,6 +143,8 @@ class _Search:
         if not candidates or (on_disk and self.at.no_disk is not None):
             return None
         if on_disk:
+        if way is not self.options.own and not self.fitting.is_counted(candidates[0]):
+            return None
             self.at.measure_disk()
         return FirstFit(self.options, self.fitting).of(candidates)
 
