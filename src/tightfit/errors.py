@@ -6,6 +6,8 @@ tightfit itself are assertions, not these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class TightfitError(Exception):
     """Something a user can act on; `str(error)` is the whole message."""
@@ -40,13 +42,32 @@ class DoesNotFitError(TightfitError):
 
     Attributes:
         missing_bytes: how much the closest plan lacks, on the tier where it lacks most.
+        shortage: bytes that it lacks by the limit that is short: `device`, `host`, `nvme`, or `RAM`
+            where device and host share it.
+        advice: what would fit, in words.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, missing_bytes: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        missing_bytes: int,
+        shortage: Mapping[str, int] | None = None,
+        advice: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
+        self.shortage = dict(shortage or {})
+        self.advice = tuple(advice)
+
+    def to_json(self) -> dict[str, object]:
+        """The object documented in docs/json.md."""
+        return {
+            "error": str(self).splitlines()[0],
+            "shortage": self.shortage,
+            "advice": list(self.advice),
+        }
 
 
 class TrainingError(TightfitError):

@@ -21,6 +21,7 @@ KEYS = {
     "parameters", "limits", "plain_peak_bytes", "reasons", "notes", "alternatives", "rates",
     "bottleneck",
 }  # fmt: skip
+SHORTAGE_KEYS = {"error", "shortage", "advice"}
 TIERS = {"device", "host", "pinned", "nvme"}
 
 HOST_IF_NEEDED = {
@@ -113,8 +114,8 @@ def test_the_page_names_no_key_that_is_gone() -> None:
     others = "\n## `tightfit probe"  # the verb's own test knows its keys
     page = PAGE.read_text().partition(others)[0]
     tables = re.findall(r"^\| `(\w+)` \|", page, flags=re.M)
-    assert set(tables) >= KEYS
-    gone = set(tables) - KEYS - {
+    assert set(tables) >= KEYS | SHORTAGE_KEYS
+    gone = set(tables) - KEYS - SHORTAGE_KEYS - {
         "predicted", "measured", "differences", "peak_error", "steps", "evaluations", "answers",
         "event", "step", "loss", "seconds", "epoch", "learning_rate", "grad_norm", "tokens",
         "device_bytes", "device_peak_bytes", "nvme_written_bytes", "communication_seconds",
@@ -141,11 +142,31 @@ def test_the_tables(job_file: JobFile, capsys: Captured) -> None:
     assert ": fits" in bill
 
 
-def test_what_does_not_fit_prints_nothing_on_stdout(job_file: JobFile, capsys: Captured) -> None:
-    assert main(["plan", job_file(memory_limit="10KiB"), "--json"]) == 3
+def test_what_does_not_fit_is_an_object_too(job_file: JobFile, capsys: Captured) -> None:
+    path = job_file(memory_limit="10KiB")
+    assert main(["plan", path, "--json"]) == 3
     out, err = capsys.readouterr()
-    assert out == ""
-    assert "nothing fits" in err
+    found = json.loads(out)
+    assert set(found) == SHORTAGE_KEYS
+    assert err.startswith(f"error: {found['error']}\n  device: ")
+    assert set(found["shortage"]) == {"device"}
+    needed = found["shortage"]["device"] + 10 * 1024
+    assert f"the same plan with memory_limit: {-(-needed // 2**20)}MiB" in found["advice"]
+    assert re.findall(r"^  would fit: (.+)$", err, re.M) == found["advice"]
+    assert main(["plan", path]) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_a_plan_file_that_does_not_fit_is_an_object_too(
+    job_file: JobFile, tmp_path: Path, capsys: Captured
+) -> None:
+    assert main(["train", job_file()]) == 0
+    capsys.readouterr()
+    written = str(tmp_path / "run" / "plan.yaml")
+    assert main(["plan", job_file(memory_limit="10KiB", plan=written), "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["shortage"]) == {"device"}
+    assert found["advice"][-1] == "raise memory_limit"
 
 
 def test_planning_needs_no_data_and_writes_nothing(

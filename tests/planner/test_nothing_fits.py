@@ -8,25 +8,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.planner.conftest import make_job
 from tests.taken import only
 from transformers import PretrainedConfig
 
 import tightfit.planner.pricing
 from tightfit.bill.table import Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun
-from tightfit.errors import DoesNotFitError
+from tightfit.errors import DoesNotFitError, UnsupportedError
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
+from tightfit.facts.reached import usable_ram
 from tightfit.facts.workload import Workload
 from tightfit.planner import fitting, prepared
 from tightfit.planner.fitting import possible
+from tightfit.planner.more_ram import USUAL_GIB
 from tightfit.planner.options import options_of
 from tightfit.planner.plan import Limits, Plan
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
 from tightfit.planner.search import plan_job
 from tightfit.policies import Policies, Tier
-from tightfit.units import format_bytes, parse_bytes
+from tightfit.units import GIB, format_bytes, parse_bytes
 
 Planner = Callable[..., Plan]
 LEANEST = {
@@ -43,6 +46,7 @@ def advice(error: DoesNotFitError) -> dict[str, str]:
         "qlora": re.search(r"would fit: QLoRA \(allow: \[qlora\]\): (.+) on the dev", text),
         "8bit": re.search(r"would fit: 8-bit optimizer states \(allow: .+\): (.+) on t", text),
         "memory_limit": re.search(r"would fit: the same plan with memory_limit: (\w+)$", text),
+        "ram": re.search(r"would fit: a machine with (\d+) GiB of RAM: ", text),
     }
     assert text.count("would fit:") == sum(match is not None for match in found.values())
     return {name: match[1] for name, match in found.items() if match}
@@ -239,6 +243,97 @@ def test_a_base_of_few_bits_is_advised_where_its_library_is(
     with pytest.raises(DoesNotFitError) as raised:
         plan(lora_rank=2, **keys)
     assert "QLoRA" not in str(raised.value)
+
+
+@pytest.mark.parametrize("allow", [[], ["qlora"]])
+def test_a_base_that_the_engine_cannot_pack_is_neither_advised_nor_in_the_way(
+    plan: Planner, peaks: list[int], monkeypatch: pytest.MonkeyPatch, allow: list[str]
+) -> None:
+    """It is looked at once, however many placements there are."""
+    honest = tightfit.planner.pricing.dry_run
+    refused: list[Policies] = []
+
+    def run(
+        config: PretrainedConfig, policies: Policies, workload: Workload, **options: Any
+    ) -> DryRun:
+        if policies.quantisation is not None:
+            refused.append(policies)
+            raise UnsupportedError("4 bits do not work for this model")
+        return honest(config, policies, workload, **options)
+
+    monkeypatch.setattr(tightfit.planner.pricing, "dry_run", run)
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(memory_limit=peaks[0] - 5000, lora_rank=2, allow=allow, **LEANEST)
+    assert "lora" in advice(raised.value)
+    assert "QLoRA" not in str(raised.value)
+    assert len(refused) == 1
+
+
+# The machine itself
+
+
+CARD = {"gpu": "rtx-3060", "train_batch_size": 1}
+LARGE = {"vocab_size": 65536, "hidden_size": 4096, "intermediate_size": 32768}
+
+
+@pytest.fixture
+def large(config: PretrainedConfig) -> PretrainedConfig:
+    """17 GiB of model states: more than the card has, and than 8 GiB of RAM."""
+    return type(config).from_dict({**config.to_dict(), **LARGE})
+
+
+@pytest.fixture
+def plan_large(large: PretrainedConfig, rates: Rates, hardware: Hardware) -> Planner:
+    def run(**keys: Any) -> Plan:
+        return plan_job(make_job(**(CARD | keys)), large, Workload(128, 1), hardware, rates)
+
+    return run
+
+
+def test_more_ram_is_named_and_no_limit_that_the_card_has_not(plan_large: Planner) -> None:
+    """The nearest plan lacks bytes of the device alone; what would do is RAM."""
+    with pytest.raises(DoesNotFitError) as raised:
+        plan_large(ram="8GiB@40GB/s")
+    found = [line for line in raised.value.advice if line.startswith("ram: ")]
+    assert len(found) == 1, raised.value
+    size = re.match(r"ram: (\d+GiB) instead of 8GiB: .+ on the device \(", found[0])
+    assert size is not None
+    assert plan_large(ram=f"{size[1]}@40GB/s").fits
+    assert not any("memory_limit" in line for line in raised.value.advice)
+    smaller = max(n for n in USUAL_GIB if n < int(size[1].removesuffix("GiB")))
+    if smaller > 8:
+        with pytest.raises(DoesNotFitError):
+            plan_large(ram=f"{smaller}GiB@40GB/s", offload_optimizer_fraction=1)
+
+
+def test_a_limit_below_what_the_card_has_may_be_raised(plan_large: Planner) -> None:
+    keys = {"ram": "32GiB", "memory_limit": "1GiB"}
+    with pytest.raises(DoesNotFitError) as raised:
+        plan_large(**keys)
+    (line,) = [line for line in raised.value.advice if "memory_limit" in line]
+    limit = line.removeprefix("the same plan with memory_limit: ")
+    assert plan_large(**(keys | {"memory_limit": limit})).fits
+
+
+def test_of_this_machine_more_ram_is_said_in_words(
+    plan: Planner, peaks: list[int], make_machine: Callable[[int], Hardware]
+) -> None:
+    """Device and host are both RAM there, and what others hold of it is no limit of a larger."""
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(ram_bytes=peaks[0] // 4)
+    found = [re.match(r"a machine with (\d+) GiB of RAM: ", line) for line in raised.value.advice]
+    (size,) = [int(match[1]) for match in found if match]
+    assert size == USUAL_GIB[0]
+    assert plan(ram_bytes=usable_ram(size * GIB)).fits
+
+
+@pytest.mark.parametrize("keys", [{"memory_limit": "1KiB"}, {"host_memory_limit": "1KiB"}])
+def test_more_ram_is_not_named_where_it_changes_nothing(
+    plan: Planner, keys: dict[str, Any]
+) -> None:
+    with pytest.raises(DoesNotFitError) as raised:
+        plan(**({"memory_limit": "1KiB", "offload_optimizer": "cpu"} | keys))
+    assert not any("of RAM" in line for line in raised.value.advice)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.text import Text
 from tightfit.cli.convert import STANDARD_OUTPUT, Export
 from tightfit.cli.notes import show_reading
 from tightfit.cli.planning import planning_status
+from tightfit.errors import DoesNotFitError
 from tightfit.facts.config_checks import check_length
 from tightfit.facts.hardware import Hardware, describe
 from tightfit.facts.job import Job
@@ -46,7 +48,7 @@ def run(
     hardware = usable_hardware(Path(job.output_dir or "."))
     spec = load_model_spec(job.model_name_or_path)
     too_long = check_length(spec, job.cutoff_len)
-    with planning_status() as observe:
+    with planning_status() as observe, _shortage_as_json(as_json=as_json):
         plan = plan_job(job, spec.config, planned_workload(job), hardware, observe=observe)
         bought = list(_purchases(job, spec, hardware, plan, observe)) if buying else None
     described = machine_of(job)
@@ -63,6 +65,17 @@ def run(
     if export is not None:
         export.write(job, plan.policies)
     return 0
+
+
+@contextmanager
+def _shortage_as_json(*, as_json: bool) -> Iterator[None]:
+    """Print what is short and what would do for programs too, where nothing fits."""
+    try:
+        yield
+    except DoesNotFitError as error:
+        if as_json:
+            print(json.dumps(error.to_json(), indent=2))
+        raise
 
 
 def _purchases(

@@ -18,6 +18,8 @@ from tightfit.facts.disk import check_is_disk, nearest_existing, why_no_disk
 from tightfit.facts.hardware import Accelerator, DeviceProcess, Hardware, detect_hardware
 from tightfit.facts.job import Job
 from tightfit.facts.machine import Machine, machine_of
+from tightfit.facts.machine_words import parse_ram
+from tightfit.facts.reached import usable_ram
 from tightfit.planner.plan import Limits
 from tightfit.units import parse_bytes
 
@@ -151,6 +153,28 @@ def _limits_of_described(job: Job, machine: Machine) -> Limits:
             job.nvme_limit, None if disk is None else round(disk * (1 - _RESERVED_SHARE))
         ),
     )
+
+
+def machine_limits(job: Job, hardware: Hardware, card: Capability | None) -> Limits:
+    """What the machine has, whatever less the job says that it may take."""
+    whole = dict.fromkeys(("memory_limit", "host_memory_limit", "nvme_limit"), "auto")
+    return limits_of(job.model_copy(update=whole), hardware, card)
+
+
+def ram_of(job: Job, hardware: Hardware) -> int | None:
+    """All of the RAM of the machine that a job is for; None where nobody says."""
+    if machine_of(job) is None:
+        return hardware.ram_total_bytes
+    return None if job.ram is None else parse_ram(job.ram).total_bytes
+
+
+def with_ram(job: Job, limits: Limits, ram_bytes: int) -> Limits:
+    """The limits of a job that says nothing of the host's, on a machine with so much RAM."""
+    usable = usable_ram(ram_bytes)
+    if limits.shared_bytes is None:
+        return replace(limits, host_bytes=usable)
+    device = usable if job.memory_limit == "auto" else limits.device_bytes
+    return replace(limits, device_bytes=device, host_bytes=usable, shared_bytes=usable)
 
 
 def why_no_nvme(job: Job) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tightfit.bill.table import MemoryTable
 from tightfit.errors import DoesNotFitError
 from tightfit.planner.fitting import Fitting
-from tightfit.planner.plan import LimitUse
+from tightfit.planner.plan import Limits, LimitUse
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.words import describe_policies
 from tightfit.policies import Policies, PrecisionPolicy, Tier
@@ -43,11 +43,13 @@ class Shortage:
 
     Attributes:
         fitting: that has turned everything down.
+        machine: what there is, below which limits may have been set.
         instead: what else could be tried, what changes least first.
         no_disk: why nothing could go to nvme; None where it could.
     """
 
     fitting: Fitting
+    machine: Limits
     instead: Iterable[Instead] = field(default=())
     no_disk: str | None = None
 
@@ -60,13 +62,15 @@ class Shortage:
         """
         policies = self._nearest(candidates) or plain
         bill, limits = self._pricing.bill(policies), self.fitting.limits
+        short, advice = limits.short(bill), list(self._would_fit(policies, bill))
         lines = [
             f"nothing fits: the smallest plan ({describe_policies(policies)}) needs {_needs(bill)}",
-            *(f"  {_short(use)}" for use in limits.short(bill)),
+            *(f"  {_short(use)}" for use in short),
             *([f"  nvme was not tried: {self.no_disk}"] if self.no_disk else []),
-            *(f"  would fit: {line}" for line in self._would_fit(policies, bill)),
+            *(f"  would fit: {line}" for line in advice),
         ]
-        return DoesNotFitError("\n".join(lines), limits.missing_bytes(bill))
+        shortage = {use.name: use.missing_bytes for use in short}
+        return DoesNotFitError("\n".join(lines), limits.missing_bytes(bill), shortage, advice)
 
     @property
     def _pricing(self) -> Pricing:
@@ -105,10 +109,10 @@ class Shortage:
         yield from self._raised_limits(bill)
 
     def _raised_limits(self, bill: MemoryTable) -> Iterator[str]:
-        """The limits that are short. RAM that is there cannot be raised."""
-        limits = self.fitting.limits
-        short = limits.short(bill)
-        if not any(use.name == "RAM" for use in short):
+        """The limits that are short, where the machine has as much: what is there cannot be
+        raised."""
+        short = self.fitting.limits.short(bill)
+        if self.machine.missing_bytes(bill) <= 0:
             raised = " and ".join(f"{use.key}: {_whole_mib(use.need_bytes)}MiB" for use in short)
             yield f"the same plan with {raised}"
 

@@ -1,4 +1,4 @@
-"""Jobs near one that does not fit: a smaller model of the same family, more cards.
+"""Jobs near one that does not fit: a smaller model of the same family, more RAM, more cards.
 
 Models are those of the catalogue; a model that it does not have, like a folder, has no family.
 """
@@ -13,6 +13,7 @@ from tightfit.facts.catalogue import CatalogueEntry, family_of, find_in_catalogu
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import ModelSpec
 from tightfit.facts.parameter_count import ParameterCounts
+from tightfit.planner.more_ram import more_ram
 from tightfit.planner.nothing_fits import Instead
 from tightfit.planner.prepared import Prepared
 from tightfit.planner.pricing import Config
@@ -31,6 +32,7 @@ def other_jobs(at: Prepared, elsewhere: Elsewhere) -> Iterator[Instead]:
             found = largest_that_fits(smaller, at.job, elsewhere)
             if found is not None:
                 yield found
+    yield from more_ram(at, leanest_allowed(at))
     for name, job in more_cards(at.job):
         try:
             there = elsewhere(job, at.pricing.config)
@@ -55,10 +57,10 @@ def largest_that_fits(
             continue
         if fitting is None:
             high = middle
-    return found
-
         else:
             found, low = fitting, middle + 1
+    return found
+
 
 def leanest_allowed(at: Prepared) -> list[Policies]:
     """Of each way that the job allows."""
@@ -77,9 +79,9 @@ def _leanest_that_would(entry: CatalogueEntry, job: Job, elsewhere: Elsewhere) -
     lean = leanest_allowed(there)
     if there.fitting.first_that_would(lean) is None:
         return None
-
-
     return Instead(entry.name, lean, there.fitting)
+
+
 def _smaller(own: CatalogueEntry) -> list[CatalogueEntry]:
     """Of the same family, from the smallest; of those with the same shape the first alone."""
     most = parameters_of(own)

@@ -29,12 +29,14 @@ from tightfit.planner.machine import (
     check_nvme,
     limits_of,
     link_of,
+    machine_limits,
     precision_of,
+    ram_of,
     why_no_nvme,
 )
 from tightfit.planner.options import Options, Way, model_options
 from tightfit.planner.placements import uses_disk
-from tightfit.planner.plan import RatesNote
+from tightfit.planner.plan import Limits, RatesNote
 from tightfit.planner.pricing import Config, Observe, Pricing, fields_of
 from tightfit.planner.probe.known import RankShare, probed_disk, probed_rates, threads_of_rank
 from tightfit.planner.rates import Rates, measure_rates
@@ -51,6 +53,8 @@ class Prepared:
         disk_folder: on the disk whose rates are not known yet; None where they are.
         no_disk: why nothing can go to nvme; None where it can.
         quantises: whether a base of few bits can be planned for.
+        machine: the limits of the machine itself, below which the job may have set its own.
+        ram_bytes: all of the machine's RAM; None where nobody says.
     """
 
     job: Job
@@ -61,6 +65,8 @@ class Prepared:
     disk_folder: Path | None
     no_disk: str | None
     quantises: bool
+    machine: Limits
+    ram_bytes: int | None
 
     def measure_disk(self) -> None:
         """Know the disk's rates from now on."""
@@ -121,6 +127,8 @@ def prepare(
         rates_note=known.note,
         no_disk=why_no_nvme(job),
         quantises=find_spec("bitsandbytes") is not None,
+        machine=machine_limits(job, hardware, card),
+        ram_bytes=ram_of(job, hardware),
     )
 
 

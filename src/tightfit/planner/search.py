@@ -29,7 +29,7 @@ from tightfit.planner.lighter import LighterSearch, adapt_notes
 from tightfit.planner.machine import check_nvme
 from tightfit.planner.nothing_fits import Instead, Shortage
 from tightfit.planner.options import Options, Way
-from tightfit.planner.other_jobs import Elsewhere, other_jobs
+from tightfit.planner.other_jobs import Elsewhere, leanest_allowed, other_jobs
 from tightfit.planner.placements import uses_disk
 from tightfit.planner.plan import Lighter, Plan
 from tightfit.planner.prepared import Prepared, prepare
@@ -151,16 +151,12 @@ class _Search:
     def _nothing_fits(self) -> DoesNotFitError:
         """The error, for what was priced and turned down and for the leanest that needed none."""
         priced = [candidate.policies for candidate in self.fitting.turned_down if candidate.bill]
-        lean = [
-            policies
-            for way in (self.options.own, *self.options.allowed)
-            for policies in self.at.leanest(way)
-        ]
-        shortage = Shortage(self.fitting, self._instead(), self.at.no_disk)
+        lean = leanest_allowed(self.at)
+        shortage = Shortage(self.fitting, self.at.machine, self._instead(), self.at.no_disk)
         return shortage.error(dict.fromkeys([*priced, *lean]), self.pricing.plain)
 
     def _instead(self) -> Iterator[Instead]:
-        """Other ways to train, with placements of their own, other models and more cards."""
+        """Other ways to train, with placements of their own, other models, more RAM and cards."""
         for way in self.options.not_allowed:
             if way.fixed.quantisation is None or self.at.quantises:
                 words = ", ".join(way.allow)
@@ -176,12 +172,16 @@ class _Search:
         """
         tightest = plan.limits.tightest(plan.bill)
         if tightest is not None and tightest.missing_bytes > 0:
-            missing = tightest.missing_bytes
+            missing, advice = tightest.missing_bytes, ["let tightfit plan (leave out --plan)"]
+            if self.at.machine.missing_bytes(plan.bill) <= 0:
+                advice.append(f"raise {tightest.key}")
             raise DoesNotFitError(
-                f"this plan {tightest}: {format_bytes(missing)} more than the limit. Let tightfit "
-                f"plan (leave out --plan), or raise {tightest.key}",
+                f"this plan {tightest}: {format_bytes(missing)} more than the limit; "
+                f"{', or '.join(advice)}",
                 missing,
             )
+                {use.name: use.missing_bytes for use in plan.limits.short(plan.bill)},
+                advice,
         return plan
 
     def plan_of(self, policies: Policies, *, explain: bool = True) -> Plan:
