@@ -126,6 +126,22 @@ def test_every_alternative_says_why(plan: Planner, peaks: list[int]) -> None:
     assert seconds == sorted(seconds)
 
 
+def test_plain_training_has_one_bill(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of all layers, where the one of a few is another."""
+    honest = Pricing.bill
+
+    def bill(self: Pricing, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
+        table = honest(self, policies, full_depth=full_depth)
+        return table.with_margin(0.05) if full_depth else table
+
+    monkeypatch.setattr(Pricing, "bill", bill)
+    chosen = plan(memory_limit="1GiB")
+    assert count_techniques(chosen.policies) == 0
+    assert chosen.plain == chosen.bill
+    leaner = plan(memory_limit="1GiB", gradient_checkpointing="true", loss="chunked")
+    assert leaner.plain == leaner.bill, "what was asked for is plain"
+
+
 # Limits
 
 

@@ -190,13 +190,13 @@ class _Search:
         Args:
             explain: give its reasons, which may cost dry runs.
         """
-        run = self.pricing.run(policies, full_depth=True)
+        run, plain = self.pricing.run(policies, full_depth=True), self.options.plain()
         limits, time = self.fitting.limits, self.pricing.step_time(policies)
         bill = self.pricing.bill(policies, full_depth=True)
         return Plan(
             policies=policies,
             bill=bill,
-            plain=self.pricing.bill(self.options.plain()),
+            plain=self.pricing.bill(plain, full_depth=policies == plain),
             step_time=time,
             limits=limits,
             trainable_parameters=run.trainable,
