@@ -1,6 +1,7 @@
 """Says in plain words why a plan has its techniques, and which keys have done nothing.
 
-Every number is that of a dry run with one thing changed. Knows nothing of how plans are found.
+Every number is that of a dry run with one thing changed, or a closed form where one says it
+(`closed_reasons.py`). Knows nothing of how plans are found.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from tightfit.bill.table import MemoryTable
 from tightfit.errors import UnsupportedError
 from tightfit.facts.job import Job
+from tightfit.planner.closed_reasons import closed_reasons
 from tightfit.planner.options import without_technique
 from tightfit.planner.plan import Limits, StepTime
 from tightfit.planner.pricing import Pricing
@@ -47,6 +49,7 @@ def reasons_for(policies: Policies, pricing: Pricing, limits: Limits) -> Iterato
         )
         elsewhere = _elsewhere(bill, other) if without.placement != policies.placement else ""
         yield f"{name}: {format_bytes(saved)} less on the device, {elsewhere}{price}; {needed}"
+    yield from closed_reasons(policies, pricing, limits)
     yield from _wear(policies, pricing)
 
 

@@ -30,6 +30,7 @@ from tightfit.policies import (
     OptimizerPolicy,
     PlacementPolicy,
     Policies,
+    QuantisationPolicy,
     Tier,
 )
 
@@ -115,8 +116,8 @@ class Pricing:
     link: Link | None = None
     machines: int = 1
     _runs: dict[tuple[Policies, bool], DryRun] = field(default_factory=dict)
-    _least: LowerBounds = field(init=False)
     _refused: dict[tuple[Policies, bool], str] = field(default_factory=dict)
+    _least: LowerBounds = field(init=False)
 
     def __post_init__(self) -> None:
         self._least = LowerBounds(self.workload.sequence_length)
@@ -128,9 +129,9 @@ class Pricing:
             UnsupportedError: the engine cannot do them with this model.
         """
         key = _without_numbers(policies, full_depth=full_depth)
-        if key not in self._runs:
         if key in self._refused:
             raise UnsupportedError(self._refused[key])
+        if key not in self._runs:
             self.observe(policies)
             try:
                 self._runs[key] = dry_run(
@@ -193,19 +194,39 @@ class Pricing:
         return exchanges(self._sizes(policies), policies, self.workload)
 
     def counts(self, policies: Policies) -> DryRun:
-        """A run of the same model and adapter: its counts and its shape are theirs too."""
+        """A run of the same model and adapter: its counts and its shape are theirs too. Those of a
+        base that is not packed follow from a run of one that is."""
+        plainest = self._plainest(policies)
+        packed = self._packed(policies)
+        if packed is not None and not self.was_run(plainest) and self.was_run(packed):
+            run = self.run(packed)
+            return replace(run, frozen=run.frozen + run.quantised, quantised=0)
+        return self.run(plainest)
+
+    def has_counts(self, policies: Policies) -> bool:
+        """Whether counts need no dry run any more."""
+        packed = self._packed(policies)
+        known = packed is not None and self.was_run(packed)
+        return known or self.was_run(self._plainest(policies))
+
+    def _packed(self, policies: Policies) -> Policies | None:
+        """The plainest with the same adapter on a base of few bits, where theirs is not."""
+        if policies.adapter is None or policies.quantisation is not None:
+            return None
+        return self._plainest(replace(policies, quantisation=QuantisationPolicy()))
+
+    def _plainest(self, policies: Policies) -> Policies:
+        """What has the same adapter and base, and as little else as possible."""
         same = (self.plain.adapter, self.plain.quantisation)
         if (policies.adapter, policies.quantisation) == same:
-            return self.run(self.plain)
+            return self.plain
         optimizer = replace(self.plain.optimizer, split_master=False)
-        return self.run(
-            replace(
-                self.plain,
-                adapter=policies.adapter,
-                quantisation=policies.quantisation,
-                optimizer=optimizer,
-                placement=PlacementPolicy(),
-            )
+        return replace(
+            self.plain,
+            adapter=policies.adapter,
+            quantisation=policies.quantisation,
+            optimizer=optimizer,
+            placement=PlacementPolicy(),
         )
 
     def _cost(self, policies: Policies) -> ModelCost:
