@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 from planning_cases import CLUSTERS, CONSUMER, RULES, Found, Keys
 from planning_page import filled
+from tightfit.bill.table import Kind
 from tightfit.dry_run.cache import FOLDER_VARIABLE
 from tightfit.errors import DoesNotFitError
 from tightfit.facts.job import Job
@@ -85,7 +86,7 @@ def planned(keys: Keys) -> tuple[Found, dict[str, Any]]:
         except DoesNotFitError as error:
             seconds = time.perf_counter() - began
             said = {"plan": "nothing fits", "said": str(error), "planning_seconds": seconds}
-            return Found(None, float("inf"), 0, 0, 1.0), said
+            return Found(None, float("inf"), 0, 0, 1.0, short=error.shortage), said
     return found(plan), row(job, plan, time.perf_counter() - began)
 
 
@@ -93,7 +94,8 @@ def found(plan: Plan) -> Found:
     limit, plain = plan.limits.device_bytes, plan.plain.peak_bytes(Tier.DEVICE)
     shortage = 0.0 if limit is None else 1 - limit / plain
     peaks = (plan.bill.peak_bytes(tier) for tier in (Tier.DEVICE, Tier.NVME))
-    return Found(plan.policies, plan.step_time.total, *peaks, shortage)
+    parameters = plan.bill.kinds_at_peak(Tier.DEVICE).get(Kind.PARAMETERS, 0)
+    return Found(plan.policies, plan.step_time.total, *peaks, shortage, plain, parameters)
 
 
 def row(job: Job, plan: Plan, seconds: float) -> dict[str, Any]:

@@ -23,6 +23,9 @@ class Found:
         seconds: of a step; infinite where nothing fits.
         device_bytes, nvme_bytes: of a rank at its peak.
         plain_shortage: what plain training lacks on the device, as a part of what it needs.
+        plain_bytes: of plain training on a rank's device at its peak; 0 where nothing fits.
+        parameter_bytes: of the plan on a rank's device at its peak.
+        short: bytes that are missing by the limit that is short, where nothing fits.
     """
 
     policies: Policies | None
@@ -30,6 +33,9 @@ class Found:
     device_bytes: int
     nvme_bytes: int
     plain_shortage: float
+    plain_bytes: int = 0
+    parameter_bytes: int = 0
+    short: dict[str, int] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Policies:
@@ -64,8 +70,11 @@ def job(model: str, gpu: str, ram: str = "none", batch: int = 8, **more: Any) ->
     return keys if ram == "none" else keys | {"ram": ram}
 
 
-def cluster(model: str, nodes: int, network: str, batch: int, gpu: str = "8xh100") -> Keys:
-    return job(model, gpu, "2TiB", batch, nnodes=nodes, network=network, cutoff_len=4096)
+def cluster(
+    model: str, nodes: int, network: str, batch: int, gpu: str = "8xh100", **more: Any
+) -> Keys:
+    keys = {"nnodes": nodes, "network": network, "cutoff_len": 4096, **more}
+    return job(model, gpu, "2TiB", batch, **keys)
 
 
 LLAMA_7B, LLAMA_13B = "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-13b-hf"
@@ -192,6 +201,22 @@ RULES = [
         lambda one: inside_machines(one, 8),
     ),
     Rule(
+        "above 8 cards and a slow network: sharding inside machines and offload rather than ZeRO-3 "
+        "across",
+        (
+            cluster(
+                LLAMA_70B,
+                2,
+                "10Gb",
+                64,
+                "8xa100-80g",
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+            ),
+        ),
+        lambda one: inside_machines(one, 8) and optimizer_away(one),
+    ),
+    Rule(
         "two PCIe cards: tensor parallelism is slower than one of them with offload",
         (
             job(QWEN_7B, "2xrtx-4090", "128GiB", tensor_parallel_size=2),
@@ -233,9 +258,23 @@ RULES = [
         lambda short, plenty: on_disk(short) and not on_disk(plenty),
     ),
     Rule(
-        "full 7B on 10 GB and 32 GiB of RAM: only with NVMe",
-        (job(LLAMA_7B, "rtx-3080", "32GiB"),),
-        lambda one: one.policies is None,
+        "full 7B on 10 GB and 32 GiB of RAM: 16 bytes a parameter are more than 107 GB, the "
+        "shortage is named, and only with NVMe it goes",
+        (
+            job(LLAMA_7B, "rtx-3080", "32GiB"),
+            job(LLAMA_7B, "rtx-3080", "32GiB", nvme="2TB@3.5GB/s"),
+        ),
+        lambda without, with_disk: (
+            without.policies is None
+            and max(without.short.values()) > 0
+            and on_disk(with_disk)
+            and with_disk.plain_bytes > 107e9
+        ),
+    ),
+    Rule(
+        "QLoRA of Qwen2.5-7B on 10 GB, where the base alone is 5.5 GB",
+        (job(QWEN_7B, "rtx-3080", "32GiB", 1, cutoff_len=512, **QLORA),),
+        lambda one: 5.3e9 < one.parameter_bytes < 5.8e9,
     ),
     Rule(
         "Llama-2-7B on a 4-bit base with checkpointing on 10 GB: 5 to 6 GB",
