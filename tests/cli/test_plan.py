@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 KEYS = {
     "fits", "peak_bytes", "phases", "kinds", "plan", "step_seconds", "step_seconds_by_part",
     "parameters", "limits", "plain_peak_bytes", "reasons", "notes", "alternatives", "rates",
-    "bottleneck",
+    "bottleneck", "slower",
 }  # fmt: skip
 SHORTAGE_KEYS = {"error", "shortage", "advice"}
 TIERS = {"device", "host", "pinned", "nvme"}
@@ -85,6 +85,7 @@ def test_the_object(job_file: JobFile, capsys: Captured) -> None:
     assert alternative["plan"]["offload_optimizer"] == "none"
     assert alternative["device_peak_bytes"] == limit + 1
     assert "too much" in alternative["verdict"]
+    assert set(keys_of(found["slower"])) <= documented()
 
 
 def test_the_page_names_every_key(job_file: JobFile, tmp_path: Path, capsys: Captured) -> None:

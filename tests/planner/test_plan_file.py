@@ -89,6 +89,14 @@ def test_an_edited_choice_is_used_and_billed_anew(path: Path, tight: Plan, plan:
     assert edited.bill.peak_bytes(Tier.DEVICE) > tight.bill.peak_bytes(Tier.DEVICE)
 
 
+def test_what_is_slower_is_there_too(plan: Planner, tmp_path: Path) -> None:
+    chosen = plan(memory_limit="1GiB")
+    write_plan(chosen, tmp_path / "plan.yaml")
+    content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert content["slower"] == chosen.to_json()["slower"]
+    assert "slower: " in str(content["slower"]) or "no faster: " in str(content["slower"])
+
+
 def test_an_edited_choice_that_does_not_fit(path: Path, plan: Planner, peaks: list[int]) -> None:
     edit(path, lambda policies: policies["checkpointing"].update(enabled=False))
     with pytest.raises(DoesNotFitError, match=r"leave out --plan.*or raise memory_limit") as raised:

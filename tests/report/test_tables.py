@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
-from tightfit.planner.plan import Limits
-from tightfit.policies import Tier
-from tightfit.report.tables import show_bill, show_comparison, show_estimate
+from tightfit.planner.plan import Candidate, Limits, Plan, Slower, StepTime
+from tightfit.policies import Policies, Tier
+from tightfit.report.tables import show_bill, show_comparison, show_estimate, show_plan
 from tightfit.units import MIB
 
 BILL = MemoryTable(
@@ -89,6 +89,28 @@ def test_a_narrow_estimate_leaves_meanings_out(bill: MemoryTable) -> None:
     assert max(map(len, lines)) <= 70
     assert "P parameters 500.0 MiB 22% -" in [" ".join(line.split()) for line in lines]
     assert not any("meaning" in line or "the model's weights" in line for line in lines)
+
+
+TIME = StepTime(compute=3.1, recompute=0, optimizer=0, copies=0, overhead=0)
+PLAN = Plan(
+    Policies(), BILL, BILL, TIME, Limits(), 1, 0, (),
+    alternatives=(Candidate(Policies(), None, TIME, "8 GiB too much"),) * 14,
+    slower=(
+        Slower("ZeRO-3", Policies(), 5.2, "slower: 5.2 s, this plan 3.1 s"),
+        Slower("LoRA", None, None, "it changes the numbers"),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "where"), [(True, "in plan.yaml"), (False, "with --json")])
+def test_a_plan_shows_what_was_turned_down_and_what_is_slower(written: bool, where: str) -> None:
+    file = io.StringIO()
+    show_plan(Console(file=file, width=100), PLAN, written=written)
+    lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    assert lines.count("micro-batch 1 x 1 8 GiB too much") == 12
+    assert f"and 2 more {where}" in lines
+    assert "ZeRO-3 slower: 5.2 s, this plan 3.1 s" in lines
+    assert "LoRA it changes the numbers" in lines
 
 
 def compared(rows: list[Difference]) -> list[str]:

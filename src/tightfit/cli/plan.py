@@ -104,9 +104,13 @@ def _show(
     show_plan_with_bills(console, plan)
 
 
-def show_plan_with_bills(console: Console, plan: Plan) -> None:
-    """The two bills with the plan between them; one where plain training is the plan."""
+def show_plan_with_bills(console: Console, plan: Plan, *, written: bool = False) -> None:
+    """The two bills with the plan between them; one where plain training is the plan.
+
+    Args:
+        written: whether a plan.yaml will say more.
+    """
     show_bill(console, "Bill of plain training", plan.plain, plan.limits)
-    show_plan(console, plan)
+    show_plan(console, plan, written=written)
     if plan.bill != plan.plain:
         show_bill(console, "Bill of the plan", plan.bill, plan.limits)

@@ -88,7 +88,7 @@ def _remember(console: Console, prepared: PreparedRun, report: RunReport) -> Non
 def _planned(console: Console, prepared: PreparedRun) -> Plan:
     with planning_status() as observe:
         plan = make_plan(prepared, observe)
-    show_plan_with_bills(console, plan)
+    show_plan_with_bills(console, plan, written=True)
     _warn_of_slow_precision(console, prepared, plan)
     return plan
 

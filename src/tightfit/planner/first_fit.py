@@ -58,12 +58,7 @@ class FirstFit:
 
     def of(self, candidates: Iterable[Policies]) -> Policies | None:
         """None where none fits."""
-        queue = [
-            self._entry(number, policies, name)
-            for number, policies in enumerate(candidates)
-            for name in (None, *self._open(policies))
-        ]
-        heapify(queue)
+        queue = self._queue(candidates)
         while queue:
             entry = heappop(queue)
             if entry.name is None:
@@ -78,6 +73,38 @@ class FirstFit:
             if following is not None:
                 heappush(queue, following)
         return None
+
+    def first_that_could(self, candidates: Iterable[Policies], seconds: float) -> Policies | None:
+        """The first that was not turned down and of which nothing says that it does not fit; asks
+        for no bill.
+
+        Args:
+            seconds: of a step; what is faster was looked at before.
+        """
+        down = {candidate.policies for candidate in self.fitting.turned_down}
+        queue = self._queue(candidates)
+        while queue:
+            entry = heappop(queue)
+            if entry.name is not None and not entry.layers:
+                following = self._at_least(entry)
+                if following is not None:
+                    heappush(queue, following)
+                continue
+            policies = self._policies(entry)
+            left = entry.seconds >= seconds and policies not in down
+            if left and self.fitting.could_fit(policies):
+                return policies
+        return None
+
+    def _queue(self, candidates: Iterable[Policies]) -> list[_Entry]:
+        """A heap of them; those whose fraction is open once with all of it and once with less."""
+        queue = [
+            self._entry(number, policies, name)
+            for number, policies in enumerate(candidates)
+            for name in (None, *self._open(policies))
+        ]
+        heapify(queue)
+        return queue
 
     def _other_layers(self, entry: _Entry) -> Iterator[_Entry]:
         """The candidate with other layers for its stages, once for each way to have less of it

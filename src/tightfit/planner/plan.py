@@ -161,6 +161,31 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Slower:
+    """The fastest plan of another kind, by closed forms alone.
+
+    Attributes:
+        kind: a way to share the job out, or a technique, that the plan has not.
+        policies, seconds: of it, and of a step with it; None where only a dry run would say.
+        verdict: why it was not taken.
+    """
+
+    kind: str
+    policies: Policies | None
+    seconds: float | None
+    verdict: str
+
+    def to_json(self) -> dict[str, object]:
+        """The object documented in docs/json.md."""
+        return {
+            "kind": self.kind,
+            "plan": None if self.policies is None else techniques(self.policies),
+            "step_seconds": self.seconds,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True)
 class Lighter:
     """What fits too and sends less between ranks than another plan, whatever the link's rate.
 
@@ -185,6 +210,7 @@ class Plan:
         plain: bill of the same job without any technique, margin included.
         reasons: one sentence for each technique: what it saves here and what it costs.
         alternatives: what was turned down, in the order of predicted time.
+        slower: what would take longer, the fastest of each kind; empty where nobody has searched.
         notes: keys of the job that have changed nothing, one sentence each.
         offload_folder: of what is on nvme, whose disk was looked at; None where nothing is.
         lighter: for when ranks turn out to wait for each other; None where nothing is known or
@@ -207,6 +233,7 @@ class Plan:
     lighter: Lighter | None = None
     rates: RatesNote = RatesNote()
     bottleneck: str = ""
+    slower: tuple[Slower, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -230,6 +257,7 @@ class Plan:
             "bottleneck": self.bottleneck,
             "notes": list(self.notes),
             "alternatives": [_alternative_json(candidate) for candidate in self.alternatives],
+            "slower": [one.to_json() for one in self.slower],
         }
 
 

@@ -47,6 +47,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         },
         "reasons": list(plan.reasons),
         "turned_down": facts["alternatives"],
+        "slower": facts["slower"],
     }
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
     with writing(path):

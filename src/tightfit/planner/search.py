@@ -35,6 +35,7 @@ from tightfit.planner.plan import Lighter, Plan
 from tightfit.planner.prepared import Prepared, prepare
 from tightfit.planner.pricing import Config, Observe, Pricing, nobody
 from tightfit.planner.rates import Rates
+from tightfit.planner.slower import slower_than
 from tightfit.policies import Policies
 from tightfit.units import format_bytes
 
@@ -119,7 +120,7 @@ class _Search:
         found = next(filter(None, self._in_turn()), None)
         if found is None:
             raise self._nothing_fits()
-        return self.plan_of(found)
+        return replace(self.plan_of(found), slower=tuple(slower_than(self.at, found)))
 
     def _in_turn(self) -> Iterator[Policies | None]:
         """The fastest that fits of each way to train that the job allows, first without a disk.
@@ -142,9 +143,9 @@ class _Search:
         ]
         if not candidates or (on_disk and self.at.no_disk is not None):
             return None
-        if on_disk:
         if way is not self.options.own and not self.fitting.is_counted(candidates[0]):
             return None
+        if on_disk:
             self.at.measure_disk()
         return FirstFit(self.options, self.fitting).of(candidates)
 
@@ -179,9 +180,9 @@ class _Search:
                 f"this plan {tightest}: {format_bytes(missing)} more than the limit; "
                 f"{', or '.join(advice)}",
                 missing,
-            )
                 {use.name: use.missing_bytes for use in plan.limits.short(plan.bill)},
                 advice,
+            )
         return plan
 
     def plan_of(self, policies: Policies, *, explain: bool = True) -> Plan:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.bill.table import Difference, Kind, MemoryTable, Phase
-from tightfit.planner.plan import Candidate, Limits, Plan
+from tightfit.planner.plan import Candidate, Limits, Plan, Slower
 from tightfit.planner.purchases import Purchase
 from tightfit.planner.words import describe_policies
 from tightfit.policies import Tier
@@ -99,8 +99,12 @@ def _shortage(bill: MemoryTable, limits: Limits) -> Text:
     return Text(f"needs {need}, {said}: fits", style="green")
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """Print a plan: what was chosen and why, what was turned down and why, peaks and time."""
+def show_plan(console: Console, plan: Plan, *, written: bool = False) -> None:
+    """Print a plan: what was chosen and why, what was turned down and why, peaks and time.
+
+    Args:
+        written: whether a plan.yaml will have all that was turned down.
+    """
     console.print(Text("Plan: " + describe_policies(plan.policies), style="bold"), soft_wrap=True)
     for reason in plan.reasons:
         console.print(Text(f"  + {reason}"), soft_wrap=True)
@@ -109,7 +113,9 @@ def show_plan(console: Console, plan: Plan) -> None:
     for note in plan.notes:
         console.print(Text(f"  note: {note}", style="yellow"), soft_wrap=True)
     if plan.alternatives:
-        console.print(_alternatives_table(plan.alternatives))
+        console.print(_alternatives_table(plan.alternatives, written=written))
+    if plan.slower:
+        console.print(_slower_table(plan.slower))
     console.print(Text(_peaks(plan)), Text(_seconds(plan)), sep="\n", soft_wrap=True)
     if plan.bottleneck:
         console.print(Text(f"  {plan.bottleneck}"), soft_wrap=True)
@@ -143,12 +149,20 @@ def _seconds(plan: Plan) -> str:
     return f"predicted step: {format_seconds(plan.step_time.total)} ({parts})"
 
 
-def _alternatives_table(alternatives: tuple[Candidate, ...]) -> RenderableType:
+def _slower_table(slower: Sequence[Slower]) -> Table:
+    table = _table("not taken, the fastest of its kind", "because", right=False)
+    for one in slower:
+        table.add_row(one.kind, one.verdict)
+    return table
+
+
+def _alternatives_table(alternatives: tuple[Candidate, ...], *, written: bool) -> RenderableType:
     table = _table("turned down, fastest first", "because", right=False)
     for candidate in alternatives[:_SHOWN_ALTERNATIVES]:
         table.add_row(describe_policies(candidate.policies), candidate.verdict)
     more = len(alternatives) - _SHOWN_ALTERNATIVES
-    return table if more <= 0 else Group(table, Text(f"  and {more} more in plan.yaml"))
+    where = "in plan.yaml" if written else "with --json"
+    return table if more <= 0 else Group(table, Text(f"  and {more} more {where}"))
 
 
 def show_comparison(console: Console, rows: list[Difference]) -> None:
