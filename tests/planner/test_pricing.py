@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from transformers import PretrainedConfig
@@ -29,3 +30,17 @@ def test_what_is_asked_for_takes_as_long_as_what_is_chosen(
 ) -> None:
     fixed = options_of(job(**asked), precision="fp32", chunked_loss=True).plain()
     assert Pricing(fixed, config, workload, rates).step_time(fixed) == pricing.step_time(fixed)
+
+
+def test_a_time_is_that_of_the_rates_that_are_known_by_now(
+    config: PretrainedConfig, workload: Workload, rates: Rates, job: Callable[..., Job]
+) -> None:
+    """Those of a disk are measured when a plan may use it."""
+    plain = options_of(job(), precision="fp32", chunked_loss=True).plain()
+    pricing = Pricing(plain, config, workload, rates)
+    before = pricing.step_time(plain)
+    assert pricing.step_time(plain) is before
+    pricing.rates = replace(rates, device_optimizer_parameters_per_second=1.0)
+    assert pricing.step_time(plain).optimizer > before.optimizer
+    pricing.rates = rates
+    assert pricing.step_time(plain) == before
