@@ -34,13 +34,15 @@ class LossTerms:
     @classmethod
     def of(cls, policy: LossPolicy, head: torch.nn.Module) -> LossTerms:
         """Those of `policy` for an output layer, `[vocab, hidden]`, which ranks may share."""
+        if not policy.has_terms:
+            return NO_TERMS
         weight = head.weight
         assert isinstance(weight, torch.Tensor)
         return cls(policy.label_smoothing, policy.z_loss, weight.shape[0])
 
     def trained(self) -> LossTerms:
         """These while gradients are made; evaluation is of cross-entropy alone."""
-        return self if torch.is_grad_enabled() else LossTerms()
+        return self if torch.is_grad_enabled() else NO_TERMS
 
     def sum_of(self, logits: torch.Tensor) -> torch.Tensor:
         """What these logits, `[tokens, some rows]`, give to the mean of each token's."""
