@@ -22,7 +22,8 @@ from types import ModuleType
 from typing import Any
 
 Act = Callable[..., Any]
-ENGINE = ("tightfit.engine.engine", "Engine.step")
+# Not the engine's: the rank that plans makes dry runs with it, as many as the cache lacks.
+STEP = ("tightfit.training.loop", "TrainingLoop._one_step")
 # Where a rank can fail: a function that is called there, and at which of its calls after the steps
 # that the fault waits for.
 PLACES: dict[str, tuple[str, str, int]] = {
@@ -71,7 +72,7 @@ class Trap:
         self._at = PLACES[place][2]
 
     def counting(self, step: Act) -> Act:
-        """A step of the engine."""
+        """A step of the run."""
 
         def counted(*args: Any, **keys: Any) -> Any:
             done = step(*args, **keys)
@@ -150,7 +151,7 @@ def set_trap(fault: dict[str, Any]) -> None:
         return
     trap = Trap(fault["place"], fault["kind"], fault["after"])
     module, function, _ = PLACES[fault["place"]]
-    exchanged = [(module, function, trap.watching), (*ENGINE, trap.counting)]
+    exchanged = [(module, function, trap.watching), (*STEP, trap.counting)]
     sys.meta_path.insert(0, Exchange(exchanged))
 
 
