@@ -1,4 +1,5 @@
-"""The first of many candidates that fits, in the order of predicted time.
+"""The first of many candidates that fits, in the order of predicted time; of those that take as
+long as it, as far as a prediction can tell, the one with fewest techniques.
 
 Of candidates whose fraction is open only as much leaves the device as is missing. That is found
 from the bill of those that send all of it away, then priced. Nothing is taken for faster because
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from tightfit.planner.fitting import Fitting, possible
 from tightfit.planner.fractions import fraction_of, layer_bytes, least_leaving, with_fraction
@@ -20,6 +22,10 @@ from tightfit.planner.words import count_techniques
 from tightfit.policies import PlacementPolicy, Policies, Tier
 
 _MOST_TRIES = 3  # of a fraction, and of other layers for stages; each costs dry runs
+# Times this near to each other are equal: predictions are not that good (docs/planning.md), and
+# what a technique costs in care is not among them.
+EQUAL_TIMES = 1.02
+_MORE_TECHNIQUES = f"more techniques for less than {EQUAL_TIMES - 1:.0%} of the time"
 
 
 @dataclass(order=True)
@@ -58,21 +64,21 @@ class FirstFit:
 
     def of(self, candidates: Iterable[Policies]) -> Policies | None:
         """None where none fits."""
-        queue = self._queue(candidates)
-        while queue:
+        queue, latest, found = self._queue(candidates), inf, None
+        while queue and queue[0].seconds <= latest:
             entry = heappop(queue)
-            if entry.name is None:
-                if self.fitting.fits(entry.whole):
-                    return entry.whole
-                for other in self._other_layers(entry):
-                    heappush(queue, other)
+            if found is not None and entry.techniques >= count_techniques(found):
                 continue
-            if entry.tries and self.fitting.fits(self._policies(entry)):
-                return self._policies(entry)
-            following = self._next(entry)
-            if following is not None:
+            if entry.name is None or entry.tries:
+                policies = self._policies(entry)
+                if self.fitting.fits(policies):
+                    if found is not None:
+                        self.fitting.turn_down(found, _MORE_TECHNIQUES)
+                    latest, found = min(latest, entry.seconds * EQUAL_TIMES), policies
+                    continue
+            for following in self._following(entry):
                 heappush(queue, following)
-        return None
+        return found
 
     def first_that_could(self, candidates: Iterable[Policies], seconds: float) -> Policies | None:
         """The first that was not turned down and of which nothing says that it does not fit; asks
@@ -154,12 +160,18 @@ class FirstFit:
     def _layers(self, policies: Policies) -> int:
         return self.fitting.pricing.counts(policies).shape.layers
 
-    def _next(self, entry: _Entry) -> _Entry | None:
-        """The entry with more of it known, at the price of a dry run only where bounds leave it
-        among the fastest."""
+    def _following(self, entry: _Entry) -> Iterator[_Entry]:
+        """What is left to try of an entry that did not fit or that is not known yet; a fraction at
+        the price of a dry run only where bounds leave it among the fastest."""
+        if entry.name is None:
+            yield from self._other_layers(entry)
+            return
         if not entry.layers:
-            return self._at_least(entry)
-        return self._more(entry) if entry.tries else self._least(entry)
+            following = self._at_least(entry)
+        else:
+            following = self._more(entry) if entry.tries else self._least(entry)
+        if following is not None:
+            yield following
 
     def _at_least(self, entry: _Entry) -> _Entry | None:
         """The entry with the fewest layers of which nothing says yet that the device is too small

@@ -29,8 +29,9 @@ class Fitting:
     """Holds candidates against limits.
 
     Attributes:
-        turned_down: what does not fit, in the order in which it was asked about. What closed forms
-            or the bills of others say of several candidates is noted for the first of them.
+        turned_down: what does not fit or is not taken, in the order in which it was asked about.
+            What closed forms or the bills of others say of several candidates is noted for the
+            first of them.
     """
 
     pricing: Pricing
@@ -44,7 +45,7 @@ class Fitting:
             return False
         refusal = self.refusal(policies)
         if refusal is not None:
-            self._turn_down(policies, None, refusal)
+            self.turn_down(policies, refusal)
             return False
         return self._priced(policies, full_depth=False) and self.fits_whole(policies)
 
@@ -122,7 +123,7 @@ class Fitting:
         missing = self.limits.missing_bytes(bill)
         if missing > 0:
             said = f"{self.limits.tightest(bill)}: {format_bytes(missing)} too much"
-            self._turn_down(policies, bill, said)
+            self.turn_down(policies, said, bill)
         return missing <= 0
 
     def _exceeds_at_least(self, policies: Policies) -> bool:
@@ -143,9 +144,14 @@ class Fitting:
         key = (policies.placement, policies.adapter, policies.sharding, *shape)
         if key not in self._noted:
             self._noted.add(key)
-            self._turn_down(policies, None, verdict)
+            self.turn_down(policies, verdict)
 
-    def _turn_down(self, policies: Policies, bill: MemoryTable | None, verdict: str) -> None:
+    def turn_down(self, policies: Policies, verdict: str, bill: MemoryTable | None = None) -> None:
+        """Note why these are not taken.
+
+        Args:
+            bill: where it was asked for and is the reason.
+        """
         seconds = self.pricing.step_time(policies)
         self.turned_down.append(
             Candidate(policies, bill, seconds, f"{verdict} ({format_seconds(seconds.total)}/step)")

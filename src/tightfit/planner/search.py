@@ -1,6 +1,6 @@
 """Finds the fastest policies whose bill fits the limits.
 
-Candidates are ordered by predicted step time, ties by the number of techniques. Each is first
+Candidates are ordered by predicted step time, near ties by the number of techniques. Each is first
 held against lower bounds, then priced by a dry run; the first that fits is priced again at full
 depth, so that the plan's bill was really computed. What the model does not support is turned down
 like what does not fit, what the engine cannot do yet is left out. Of what leaves the device only as
