@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
     fake = Verbs()
     for verb in ("train", "plan", "estimate"):
         monkeypatch.setitem(sys.modules, f"tightfit.cli.{verb}", fake.module(verb))
+    monkeypatch.setattr("tightfit.cli.main.load_model_spec", lambda name: None)
     return fake
 
 
@@ -179,6 +181,22 @@ def test_help_is_quick_because_it_imports_little(words: list[str]) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "tightfit" in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["plan", "estimate", "train"])
+def test_a_model_that_nobody_knows_is_refused_before_slow_imports(verb: str) -> None:
+    program = (
+        "import sys; from tightfit.cli.main import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'transformers'} & sys.modules.keys(); sys.exit(code)"
+    )
+    words = [verb, "--model_name_or_path", "Qwen/Qwen2.5-7"]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", program, *words], env=offline, capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "there is no model 'Qwen/Qwen2.5-7'" in found.stderr
+    assert "nearest: Qwen/Qwen2.5-7B" in found.stderr
 
 
 def test_help_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:

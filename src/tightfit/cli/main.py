@@ -26,6 +26,7 @@ from tightfit.cli.quiet import quiet_libraries
 from tightfit.errors import ConfigError, TightfitError
 from tightfit.facts.job import Job
 from tightfit.facts.machine_keys import check_is_for_here
+from tightfit.facts.model_spec import load_model_spec
 from tightfit.interop.formats import EXPORTS, FORMATS
 from tightfit.interop.reading import Reading
 from tightfit.launch.environment import LIFELINE, RankPlace, place_here
@@ -104,9 +105,14 @@ def _job(
     config of another tool that either names."""
     overrides = overrides_of(arguments)
     given: str | None = arguments.JOB
-    if given is None or Path(given).suffix in (".yaml", ".yml"):
-        return load(None if given is None else Path(given), overrides, defaults, beside_config)
-    return load(None, {"model_name_or_path": given} | overrides, defaults, beside_config)
+    path = None
+    if given is not None and Path(given).suffix in (".yaml", ".yml"):
+        path = Path(given)
+    elif given is not None:
+        overrides = {"model_name_or_path": given} | overrides
+    job, reading = load(path, overrides, defaults, beside_config)
+    load_model_spec(job.model_name_or_path)  # says what is wrong before a verb's slow imports
+    return job, reading
 
 
 def _job_to_train(
