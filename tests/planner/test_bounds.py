@@ -20,6 +20,8 @@ from tightfit.planner.rates import Rates
 from tightfit.policies import (
     BatchPolicy,
     CheckpointingPolicy,
+    LossKind,
+    LossPolicy,
     PlacementPolicy,
     ShardingPolicy,
     Tier,
@@ -31,7 +33,7 @@ def test_no_bill_is_below_its_bound(pricing: Pricing, job: Callable[..., Job]) -
     options = options_of(job(), precision="fp32", chunked_loss=True)
     candidates = [policies for policies in options.candidates() if possible(policies)]
     bills = {policies: pricing.bill(policies) for policies in candidates}
-    assert len(bills) == 24
+    assert len(bills) == 36
     for policies, bill in bills.items():
         least = pricing.least_bill(policies)
         for tier in Tier:
@@ -63,7 +65,7 @@ def test_of_no_other_candidate_a_bill_is_needed_to_bound_it(
     near = [p for p in options.candidates() if p.placement == PlacementPolicy()]
     least = [fresh.least_bill(policies).peak_bytes(Tier.DEVICE) for policies in near]
     bills = [fresh.bill(policies).peak_bytes(Tier.DEVICE) for policies in near]
-    assert len(near) == 12
+    assert len(near) == 18
     assert all(low <= bill for low, bill in zip(least, bills, strict=True))
     states = fresh.least_states(near[0]).peak_bytes(Tier.DEVICE)
     known = [(low - states) / (bill - states) for low, bill in zip(least, bills, strict=True)]
@@ -147,6 +149,28 @@ def test_tensor_ranks_and_stages_leave_a_part(pricing: Pricing) -> None:
     assert of_layers(ShardingPolicy(2, tensor_parallel=2)) == pytest.approx(one / 2, rel=0.01)
     staged = of_layers(ShardingPolicy(2, pipeline_parallel=2))
     assert one <= staged < 1.2 * one, "half the layers of two micro-batches, and an end of its own"
+
+
+@pytest.mark.parametrize(("alike", "share"), [(True, 1 / 2), (False, 0)])
+def test_layers_of_which_none_is_computed_again_bound_every_second_one(
+    pricing: Pricing, alike: bool, share: float
+) -> None:
+    """Where all are of one kind; what is seen of every one of them does so always."""
+    plain = replace(pricing.plain, loss=LossPolicy(LossKind.SLICED))
+    run = pricing.counts(pricing.plain)
+    run = replace(run, shape=replace(run.shape, alike=alike, layers=4))
+    second = replace(plain, checkpointing=CheckpointingPolicy(True, every=2))
+    every = replace(plain, checkpointing=CheckpointingPolicy(True))
+    bounds = LowerBounds(sequence_length=1)
+
+    def of_layers() -> float:
+        least = bounds.table(second, run).peaks[Phase.FORWARD][Tier.DEVICE]
+        return least.get(Kind.ACTIVATIONS, 0) / 10**7
+
+    for seen, expected in ((plain, share), (every, max(share, 1))):
+        kinds = {Tier.DEVICE: {Kind.ACTIVATIONS: 10**7}}
+        bounds.learn(seen, replace(run, table=MemoryTable({Phase.FORWARD: kinds})))
+        assert of_layers() == pytest.approx(expected, abs=0.01)
 
 
 def test_parameters_that_visited_the_device_visit_it_for_a_smaller_batch(pricing: Pricing) -> None:

@@ -37,7 +37,7 @@ from tightfit.policies import LossKind, Policies, Tier
 from tightfit.units import KIB
 
 LAYERS = 12
-SHAPE = Shape(layers=LAYERS, heads=1, hidden_size=16, vocab_size=400, tied=True)
+SHAPE = Shape(layers=LAYERS, heads=1, hidden_size=16, vocab_size=400, tied=True, alike=True)
 TRAINABLE = 400 * 16 + LAYERS * 1200
 WORKLOAD = Workload(sequence_length=64, global_batch_size=2)
 KEPT = 2  # layers whose activations stay

@@ -111,7 +111,7 @@ def run_of(layers: tuple[int, ...], stages: Mapping[int, Mapping[Kind, int]]) ->
         number: MemoryTable({Phase.FORWARD: {Tier.DEVICE: dict(kinds)}})
         for number, kinds in stages.items()
     }
-    shape = Shape(sum(layers), 1, 1, 1, tied=True)
+    shape = Shape(sum(layers), 1, 1, 1, tied=True, alike=True)
     count = 1000 * sum(layers) + 1
     return DryRun(MemoryTable({}), count, 0, 0, shape, stages=tables, stage_layers=layers)
 

@@ -125,7 +125,7 @@ def test_what_is_read_from_disk_hides_behind_computing_everywhere() -> None:
 
 # What moves
 
-RUN = DryRun(MemoryTable({}), 1000, 0, 0, Shape(10, 1, 10, 10, True))  # 90 in each layer
+RUN = DryRun(MemoryTable({}), 1000, 0, 0, Shape(10, 1, 10, 10, True, True))  # 90 in each layer
 
 
 def traffic(placement: PlacementPolicy, *, micro_batches: int = 1) -> Traffic:

@@ -11,13 +11,19 @@ from tightfit.bill.table import MemoryTable
 
 @dataclass(frozen=True)
 class Shape:
-    """What the step-time model asks of an architecture; the same at every depth but `layers`."""
+    """What the planner asks of an architecture; the same at every depth but `layers`.
+
+    Attributes:
+        tied: whether the output layer is the embedding.
+        alike: whether all layers are of one kind.
+    """
 
     layers: int
     heads: int
     hidden_size: int
     vocab_size: int
     tied: bool
+    alike: bool
 
 
 @dataclass(frozen=True)

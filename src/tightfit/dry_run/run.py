@@ -110,6 +110,7 @@ def run(
             config.hidden_size,
             config.vocab_size,
             bool(config.tie_word_embeddings),
+            rounds_of(config) == (0, 1),
         ),
         chosen.notes,
         sum(tensor.trainable for tensor in tensors),

@@ -7,7 +7,8 @@ were placed alike. What loading, starting and saving take does not depend on the
 batch at all. What a micro-batch of m sequences leaves for
 backward, with the scratch of the operations at that moment, grows with m along a line that starts
 at or above zero: one of k sequences takes k/m of it at least, and a larger one as much. What layers
-leave does not depend on the loss. Activations count on the tier where they wait.
+leave does not depend on the loss, and is no less where fewer of them are computed again.
+Activations count on the tier where they wait.
 However data-parallel ranks share states out, each leaves as much; n tensor ranks leave a part of n
 at least, and a stage of a pipeline what `stage_bounds.py` says.
 """
@@ -226,7 +227,11 @@ class LowerBounds:
         their inputs alone, of which tensor ranks have all."""
         width = policies.precision.parameter_bytes
         inputs = run.shape.layers * self._tokens(policies) * run.shape.hidden_size * width
-        seen = (one.least_of_layers(policies) for one in self._seen[_layers(policies)])
+        seen = (
+            int(one.least_of_layers(policies) * share)
+            for key, share in _leaving_less(policies, run)
+            for one in self._seen[key]
+        )
         return max(inputs, _most(seen))
 
     def _least_of_the_loss(self, policies: Policies, run: DryRun) -> int:
@@ -317,6 +322,20 @@ def _fixed(kinds: Kinds) -> Kinds:
 
 def _layers(policies: Policies) -> _Layers:
     return policies.checkpointing, policies.adapter, policies.quantisation
+
+
+def _leaving_less(policies: Policies, run: DryRun) -> Iterator[tuple[_Layers, float]]:
+    """What decides what layers leave, where they leave no more than with `policies`, and the part
+    of it that is certain: of layers that are alike and not computed again each leaves as much as
+    the others."""
+    own, *others = _layers(policies)
+    every_layer = CheckpointingPolicy(enabled=True)
+    yield _layers(policies), 1.0
+    if own != every_layer:
+        yield (every_layer, *others), 1.0
+    if own.enabled and run.shape.alike:
+        again = -(-run.shape.layers // own.every)  # the first of every so many
+        yield (CheckpointingPolicy(), *others), 1 - again / run.shape.layers
 
 
 def _most(counts: Iterable[int]) -> int:

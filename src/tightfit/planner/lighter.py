@@ -18,6 +18,7 @@ from tightfit.planner.collectives import bytes_between_machines, sent_bytes
 from tightfit.planner.fitting import Fitting, possible
 from tightfit.planner.options import Options
 from tightfit.planner.plan import Plan, StepTime
+from tightfit.planner.words import checkpointing_word
 from tightfit.policies import BatchPolicy, LossKind, Policies
 
 _MOST_TRIES = 3  # of those that could fit; each costs dry runs
@@ -160,7 +161,7 @@ def changes(before: Policies, after: Policies) -> dict[str, str]:
     if before.loss.kind is not after.loss.kind:
         found["loss"] = f"loss: {after.loss.kind}"
     if before.checkpointing != after.checkpointing:
-        found["gradient_checkpointing"] = "gradient_checkpointing: true"
+        found["gradient_checkpointing"] = f"gradient_checkpointing: {checkpointing_word(after)}"
     return found
 
 

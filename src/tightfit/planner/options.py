@@ -315,7 +315,8 @@ def without_technique(policies: Policies) -> Iterator[tuple[str, Policies]]:
             replace(policies, loss=replace(policies.loss, kind=LossKind.FULL)),
         )
     if policies.checkpointing.enabled:
-        yield "gradient checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
+        name = "gradient" if policies.checkpointing.every == 1 else "selective"
+        yield f"{name} checkpointing", replace(policies, checkpointing=CheckpointingPolicy())
     if policies.sharding.zero_stage:
         plain = replace(policies.sharding, zero_stage=0, replicas=1)
         yield f"ZeRO-{policies.sharding.zero_stage}", replace(policies, sharding=plain)
@@ -355,10 +356,12 @@ def _open(value: str, choices: dict[str, Choice]) -> tuple[Choice, ...]:
 
 
 def _checkpointing(job: Job) -> tuple[CheckpointingPolicy, ...]:
-    if job.gradient_checkpointing == "selective":
-        return (CheckpointingPolicy(True, every=2),)
-    off, on = CheckpointingPolicy(False), CheckpointingPolicy(True)
-    return _open(job.gradient_checkpointing, {"false": off, "true": on})
+    choices = {
+        "false": CheckpointingPolicy(False),
+        "selective": CheckpointingPolicy(True, every=2),
+        "true": CheckpointingPolicy(True),
+    }
+    return _open(job.gradient_checkpointing, choices)
 
 
 def _quantisation(job: Job) -> QuantisationPolicy | None:

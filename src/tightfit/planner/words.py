@@ -20,7 +20,7 @@ def techniques(policies: Policies) -> dict[str, str]:
     batch, placement, sharding = policies.batch, policies.placement, policies.sharding
     chosen = {
         "batch": f"{batch.micro_batch_size} x {batch.accumulation_steps}",
-        "gradient_checkpointing": _checkpointing_word(policies),
+        "gradient_checkpointing": checkpointing_word(policies),
         "loss": str(policies.loss.kind),
         "attention": str(policies.attention.kernel),
         "offload_optimizer": _PLACE_WORDS[placement.optimizer_states],
@@ -72,7 +72,8 @@ _PLACE_WORDS = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.NVME: "nvme"}
 _PLACE_NAMES = {Tier.HOST: "host", Tier.NVME: "NVMe"}
 
 
-def _checkpointing_word(policies: Policies) -> str:
+def checkpointing_word(policies: Policies) -> str:
+    """What the job's key `gradient_checkpointing` says."""
     if policies.checkpointing.enabled and policies.checkpointing.every > 1:
         return "selective"
     return str(policies.checkpointing.enabled).lower()
