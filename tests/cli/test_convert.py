@@ -68,7 +68,6 @@ def test_standard_output_has_the_file_alone(capsys: Captured) -> None:
     [
         (["nowhere.json", "-"], "FROM: there is no file nowhere.json"),
         ([CASE, "-", "--num_gpus", "0"], "--num_gpus: '0' is not accepted"),
-        ([CASE, "-", "--to", "torchtitan"], "torchtitan is read, not written"),
         ([CASE, "-", "--from", "accelerate"], "train_batch_size is not a key of accelerate"),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tightfit.errors import InputError
 from tightfit.interop.documents import document_of
 from tightfit.interop.reading import Reading
 from tightfit.interop.torchtitan import read_torchtitan
+from tightfit.interop.torchtitan_writer import write_torchtitan
 from tightfit.interop.translation import Ranks
 
 # As its train_configs/llama3_8b.toml.
@@ -99,6 +102,65 @@ def test_replicas_and_stages() -> None:
     assert reading.keys["zero_stage"] == 2
     assert reading.tool.keep_layers
     assert read("[parallelism]\ndata_parallel_shard_degree = 1\n").keys["zero_stage"] == 0
+
+
+def test_a_pipeline_cuts_the_local_batch_into_micro_batches() -> None:
+    text = "[parallelism]\npipeline_parallel_degree = 2\n{}[training]\nlocal_batch_size = 6\n{}"
+    two = "pipeline_parallel_microbatch_size = 2\n"
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
+    for extra, batch, expected in (
+        ("", "", (1, 6, None)),
+        (two, "", (2, 3, None)),
+        (two, "global_batch_size = 48\n", (2, None, 48)),
+        (two, "global_batch_size = -1\n", (2, 3, None)),
+    ):
+        settings = read(text.format(extra, batch)).settings
+        assert tuple(settings.get(name) for name in names) == expected
+    left_out = read("[parallelism]\npipeline_parallel_degree = 2\n").settings
+    assert tuple(left_out.get(name) for name in names) == (1, 8, None)
+    with pytest.raises(InputError, match=r"take a multiple of .*_size, 4"):
+        read(text.format(two.replace("2", "4"), ""))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "rest"),
+    [
+        ({"zero_stage": 0}, {}),
+        ({"zero_stage": 2, "tensor_parallel_size": 2}, {}),
+        ({"zero_stage": 3, "data_parallel_replicas": 2, "tensor_parallel_size": 2}, {}),
+        (
+            {"zero_stage": 3, "pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"},
+            {"per_device_train_batch_size": 2, "train_batch_size": 32},
+        ),
+        (
+            {"zero_stage": 0, "pipeline_parallel_size": 4, "pipeline_schedule": "gpipe"},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+        ),
+    ],
+)
+def test_what_ranks_do_is_written_as_it_is_read(
+    sharding: dict[str, Any], rest: dict[str, Any]
+) -> None:
+    keys = {**sharding, **rest}
+    written = write_torchtitan({"num_gpus": 8, **keys})
+    assert [note.key for note in written.notes] == ["num_gpus"]
+    settings = read(written.text).settings
+    asked = {key: value for key, value in keys.items() if key != "gradient_accumulation_steps"}
+    assert {key: settings.get(key) for key in asked} == asked
+    if "gradient_accumulation_steps" in keys:
+        assert settings["train_batch_size"] == 2 * 3 * 2
+
+
+def test_what_torchtitan_cannot_say_is_in_the_file() -> None:
+    keys = {"optim": "lion", "precision": "fp16", "zero_stage": 1, "num_train_epochs": 3.0,
+            "warmup_steps": 0.1, "lr_scheduler_type": "polynomial", "finetuning_type": "lora",
+            "save_strategy": "epoch", "offload_optimizer": "cpu"}  # fmt: skip
+    written = write_torchtitan(keys)
+    listed = {note.key for note in written.notes}
+    assert listed == {*keys} - {"offload_optimizer"} | {"offload_param"}
+    assert all(f"# {key}: " in written.text for key in listed)
+    tenth = write_torchtitan({"warmup_steps": 0.1, "max_steps": 25})
+    assert read(tenth.text).settings["warmup_steps"] == 3
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,9 @@ there), with the names above: `NO_SHARD` for `zero_stage: 0`, and the hybrid one
 with accelerate 1.15 it is `FULL_SHARD` whatever the file says, unless the environment names it too:
 `FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP`.""",
     "torchtitan": """\
-TOML of versions 0.1 and 0.2; later ones are configured in Python. It is read only: `convert --to
-torchtitan` and `plan --export torchtitan` are refused, as there is no writer for it.""",
+TOML of versions 0.1 and 0.2; later ones are configured in Python. It is written for
+0.2, without the model's name and flavor, which are torchtitan's own. Of a pipeline the local batch
+is all micro-batches of a step.""",
 }
 
 

@@ -24,6 +24,7 @@ from tightfit.interop.llamafactory_keys import LLAMAFACTORY_TABLE
 from tightfit.interop.own import read_own, write_own
 from tightfit.interop.reading import Reading
 from tightfit.interop.torchtitan import TORCHTITAN_TABLE, read_torchtitan
+from tightfit.interop.torchtitan_writer import write_torchtitan
 from tightfit.interop.transformers_keys import TRANSFORMERS_TABLE
 from tightfit.interop.translation import Ranks
 from tightfit.interop.writing import Written
@@ -37,14 +38,13 @@ class Format:
         title: of the tool, for people.
         table: what becomes of its keys.
         marks: keys at the top that only its files have.
-        write: None where it cannot be written.
     """
 
     title: str
     table: Table
     marks: frozenset[str]
     read: Callable[[Document, Ranks], Reading]
-    write: Callable[[Mapping[str, Any]], Written] | None
+    write: Callable[[Mapping[str, Any]], Written]
 
 
 def _marks(*keys: str) -> frozenset[str]:
@@ -84,7 +84,7 @@ FORMATS: dict[str, Format] = {
         TORCHTITAN_TABLE,
         _marks("parallelism", "training", "activation_checkpoint", "lr_scheduler"),
         read_torchtitan,
-        None,
+        write_torchtitan,
     ),
     "fsdp": Format(
         "FSDP",
@@ -103,7 +103,6 @@ FORMATS: dict[str, Format] = {
     ),
     "tightfit": Format("tightfit", {}, frozenset(), read_own, write_own),
 }  # fmt: skip
-WRITABLE = tuple(name for name, form in FORMATS.items() if form.write is not None)
 # What a plan can be written as, with the file that it goes to where none is named.
 EXPORTS = {
     "deepspeed": "ds_config.json",
@@ -112,6 +111,7 @@ EXPORTS = {
     "transformers": "training_arguments.json",
     "fsdp": "fsdp_config.json",
     "fsdp1": "fsdp1_config.json",
+    "torchtitan": "torchtitan.toml",
 }
 _JOB_MARKS = ("model_name_or_path", "model", "base_model")
 
@@ -163,17 +163,8 @@ def read_config(document: Document, ranks: Ranks, name: str | None = None) -> Re
 
 
 def write_config(keys: Mapping[str, Any], name: str) -> Written:
-    """A job in another format.
-
-    Raises:
-        ConfigError: it cannot be written in that one.
-    """
-    write = FORMATS[name].write
-    if write is None:
-        raise ConfigError(
-            f"{FORMATS[name].title} is read, not written; there are {', '.join(WRITABLE)}"
-        )
-    return write(keys)
+    """A job in another format."""
+    return FORMATS[name].write(keys)
 
 
 def format_named_by(path: Path) -> str | None:

@@ -60,7 +60,7 @@ def _strategy(sheet: Sheet) -> str:
 def _shared_content(sheet: Sheet) -> dict[str, Any]:
     """What both versions have the same keys for."""
     content: dict[str, Any] = {
-        "cpu_offload": _offloads(sheet),
+        "cpu_offload": offloads_all(sheet),
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": "SHARDED_STATE_DICT",
         "cpu_ram_efficient_loading": True,
@@ -73,7 +73,7 @@ def _shared_content(sheet: Sheet) -> dict[str, Any]:
     return content
 
 
-def _offloads(sheet: Sheet) -> bool:
+def offloads_all(sheet: Sheet) -> bool:
     """Whether parameters, gradients and states live on the host; FSDP has nothing in between."""
     parameters = sheet.get("offload_param") in ("cpu", "nvme")
     optimizer = sheet.get("offload_optimizer") in ("cpu", "nvme")

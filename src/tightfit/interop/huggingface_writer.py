@@ -7,7 +7,7 @@ from typing import Any
 
 from tightfit.interop.deepspeed_writer import deepspeed_content
 from tightfit.interop.fsdp_writer import can_be_fsdp, fsdp_content
-from tightfit.interop.writing import Sheet, Written, as_json, as_yaml, remarks
+from tightfit.interop.writing import Sheet, Written, as_json, as_yaml, batch_sizes, remarks
 
 _OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
@@ -87,32 +87,11 @@ def _arguments(sheet: Sheet) -> dict[str, Any]:
         content[precision] = True
     if precision == "auto":
         sheet.missing("precision", "give bf16 or fp16; without them it is fp32")
-    content |= _batch(sheet)
+    micro, steps = batch_sizes(sheet)
+    content |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
     if sheet.get("resume"):
         content["resume_from_checkpoint"] = True
     return content
-
-
-def _batch(sheet: Sheet) -> dict[str, Any]:
-    micro, steps, total = (
-        sheet.get(name)
-        for name in (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "train_batch_size",
-        )
-    )
-    if total != "auto":
-        share = max(1, total // sheet.data_parallel)
-        if micro == "auto":
-            micro = 1 if steps == "auto" else max(1, share // steps)
-        if steps == "auto":
-            steps = max(1, share // micro)
-    micro, steps = (1 if size == "auto" else size for size in (micro, steps))
-    whole = micro * steps * sheet.data_parallel
-    if total not in ("auto", whole):
-        sheet.missing("train_batch_size", f"every rank has its own sequences: it is {whole}")
-    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
 
 
 def _sharing(sheet: Sheet) -> dict[str, Any]:

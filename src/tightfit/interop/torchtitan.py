@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tightfit.interop.documents import Document
@@ -16,8 +17,6 @@ _COMPILED = "layers are not compiled"
 _SEQUENCES = "a sequence is not shared out over ranks"
 
 _SAME = {
-    "training.local_batch_size": (_COUNT, "per_device_train_batch_size"),
-    "training.batch_size": (_COUNT, "per_device_train_batch_size"),
     "training.seq_len": (_COUNT, "cutoff_len"),
     "training.max_norm": (_NUMBER, "max_grad_norm"),
     "training.steps": (_COUNT, "max_steps"),
@@ -36,7 +35,6 @@ _SAME = {
 }
 # What torchtitan takes where a file says nothing.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "training.local_batch_size": {"per_device_train_batch_size": 8},
     "training.steps": {"max_steps": 10000},
     "optimizer.lr": {"learning_rate": 8e-4},
     "optimizer.beta2": {"adam_beta2": 0.95},
@@ -46,9 +44,23 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "activation_checkpoint.mode": {"gradient_checkpointing": "selective"},  # every second layer
 }
 
+_LOCAL_BATCHES = ("training.local_batch_size", "training.batch_size")
+_LOCAL_BATCH = 8  # where a file says nothing
+_MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
+
 TORCHTITAN_TABLE = table_of(
     tuple(Entry(key, accepts, own) for key, (accepts, own) in _SAME.items()),
     (
+        *(
+            Entry(
+                key,
+                _COUNT,
+                "per_device_train_batch_size",
+                "with stages all micro-batches of a step: gradient_accumulation_steps",
+            )
+            for key in _LOCAL_BATCHES
+        ),
+        Entry(_MICRO_BATCH, _COUNT, "per_device_train_batch_size", "only with stages"),
         Entry("training.global_batch_size", _NUMBER, "train_batch_size", "-1: whatever follows"),
         Entry("training.enable_cpu_offload", _SWITCH, "offload_param, offload_optimizer"),
         Entry(
@@ -96,7 +108,6 @@ TORCHTITAN_TABLE = table_of(
                 ("pipeline_parallel_last_stage_less_layers", "pipeline_layers cuts the model"),
                 ("pipeline_parallel_layers_per_stage", "pipeline_layers cuts the model"),
                 ("pipeline_parallel_schedule_csv", "schedules are 1f1b, gpipe and interleaved"),
-                ("pipeline_parallel_microbatch_size", "micro-batches are those of the job"),
                 ("context_parallel_rotate_method", _SEQUENCES),
                 ("enable_sequence_parallel", _SEQUENCES),
             )
@@ -173,9 +184,7 @@ def read_torchtitan(document: Document, ranks: Ranks) -> Reading:
     translation = Translation(entries_in(document, TORCHTITAN_TABLE, "torchtitan"), ranks)
     for key, (_, own) in _SAME.items():
         translation.copy(key, own)
-    total = translation.take("training.global_batch_size")
-    if total is not None and total > 0:
-        translation.become("training.global_batch_size", train_batch_size=int(total))
+    _batch(translation)
     _precision(translation)
     _optimizer(translation)
     stage = _sharding(translation)
@@ -186,6 +195,56 @@ def read_torchtitan(document: Document, ranks: Ranks) -> Reading:
     translation.finish()
     tool = Tool("torchtitan", "fsdp2" if stage else "ddp", keep_layers=stage == 2)
     return Reading.of(translation, document, "torchtitan", tool)
+
+
+def _batch(translation: Translation) -> None:
+    """A pipeline cuts the local batch into micro-batches; without one it is one."""
+    key = "training.global_batch_size"
+    total = translation.take(key)
+    if total is not None and total > 0:
+        translation.become(key, train_batch_size=int(total))
+    elif translation.has(key):
+        total = None
+    said = {key: translation.take(key) for key in _LOCAL_BATCHES}
+    local = {key: size for key, size in said.items() if size is not None}
+    if (translation.take("parallelism.pipeline_parallel_degree") or 1) > 1:
+        _staged_batch(translation, local, accumulates=total is None)
+        return
+    for key, size in local.items():
+        translation.become(key, per_device_train_batch_size=size)
+    if not local:
+        translation.imply(
+            f"local_batch_size is {_LOCAL_BATCH}", per_device_train_batch_size=_LOCAL_BATCH
+        )
+
+
+def _staged_batch(translation: Translation, local: Mapping[str, int], *, accumulates: bool) -> None:
+    """
+    Args:
+        local: the sizes of the local batch, by the keys that say them.
+        accumulates: whether it is all that a step takes.
+
+    Raises:
+        UnsupportedError: it is no whole number of micro-batches.
+    """
+    micro = translation.take(_MICRO_BATCH)
+    if micro is not None:
+        translation.become(_MICRO_BATCH, per_device_train_batch_size=micro)
+    else:
+        micro = 1
+        translation.imply("micro-batches of stages are of one", per_device_train_batch_size=micro)
+    for key, size in local.items():
+        steps, rest = divmod(size, micro)
+        if rest:
+            raise translation.refuse(key, f"take a multiple of {_MICRO_BATCH}, {micro}")
+        if accumulates:
+            translation.become(key, gradient_accumulation_steps=steps)
+        else:
+            translation.say(key, "", "a step takes the global batch")
+    if accumulates and not local:
+        translation.imply(
+            f"local_batch_size is {_LOCAL_BATCH}", gradient_accumulation_steps=_LOCAL_BATCH // micro
+        )
 
 
 def _precision(translation: Translation) -> None:

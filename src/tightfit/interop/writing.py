@@ -144,6 +144,29 @@ class Written:
     notes: tuple[Note, ...]
 
 
+def batch_sizes(sheet: Sheet) -> tuple[int, int]:
+    """Sequences of a micro-batch and micro-batches of a step; 1 where nobody says."""
+    micro, steps, total = (
+        sheet.get(name)
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "train_batch_size",
+        )
+    )
+    if total != "auto":
+        share = max(1, total // sheet.data_parallel)
+        if micro == "auto":
+            micro = 1 if steps == "auto" else max(1, share // steps)
+        if steps == "auto":
+            steps = max(1, share // micro)
+    micro, steps = (1 if size == "auto" else size for size in (micro, steps))
+    whole = micro * steps * sheet.data_parallel
+    if total not in ("auto", whole):
+        sheet.missing("train_batch_size", f"every rank has its own sequences: it is {whole}")
+    return micro, steps
+
+
 def remarks(notes: list[Note]) -> Iterator[str]:
     """The notes as lines for the file itself."""
     for note in notes:
