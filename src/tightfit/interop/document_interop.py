@@ -47,8 +47,8 @@ _INTRODUCTION = """\
   disk by DeepSpeed's own bytes per parameter, without buffers. It is for cards, wherever it is
   made; without `num_gpus`, for one.
 
-| format | of | read | written | `plan --export` |
-|---|---|---|---|---|"""
+| format | of | `plan --export` |
+|---|---|---|"""
 
 _STRATEGIES = """
 ## Names of sharding strategies
@@ -96,9 +96,8 @@ def document() -> str:
     """The whole page."""
     lines = [_INTRODUCTION]
     for name, form in FORMATS.items():
-        written = "yes" if form.write else "no"
         export = f"`{EXPORTS[name]}`" if name in EXPORTS else ""
-        lines.append(f"| `{name}` | {form.title} | yes | {written} | {export} |")
+        lines.append(f"| `{name}` | {form.title} | {export} |")
     lines.append(_STRATEGIES)
     for name, (stage, copies) in STRATEGIES.items():
         lines.append(f"| `{name}` | {stage} | {'`nnodes`' if copies else 1} |")

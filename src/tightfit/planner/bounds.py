@@ -328,14 +328,14 @@ def _leaving_less(policies: Policies, run: DryRun) -> Iterator[tuple[_Layers, fl
     """What decides what layers leave, where they leave no more than with `policies`, and the part
     of it that is certain: of layers that are alike and not computed again each leaves as much as
     the others."""
-    own, *others = _layers(policies)
+    own, adapter, base = _layers(policies)
     every_layer = CheckpointingPolicy(enabled=True)
     yield _layers(policies), 1.0
     if own != every_layer:
-        yield (every_layer, *others), 1.0
+        yield (every_layer, adapter, base), 1.0
     if own.enabled and run.shape.alike:
         again = -(-run.shape.layers // own.every)  # the first of every so many
-        yield (CheckpointingPolicy(), *others), 1 - again / run.shape.layers
+        yield (CheckpointingPolicy(), adapter, base), 1 - again / run.shape.layers
 
 
 def _most(counts: Iterable[int]) -> int:
