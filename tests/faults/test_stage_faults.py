@@ -10,7 +10,7 @@ import yaml
 from tests.faults.driver import Fault, losses, run
 from tests.faults.test_faults import KILLED, MEMORY, ODD, SLOW, check_end, check_same_files
 
-from tightfit.training.checkpoint import latest_checkpoint
+from tightfit.training.checkpoint_folders import latest_checkpoint
 
 SHARED = {
     "stages": {"ranks": 2, "pipeline_parallel": 2},
@@ -60,7 +60,7 @@ def test_an_interrupted_step_is_finished_and_saved(
 ) -> None:
     mine = staged(job, tmp_path, "stages")
     ended = run(tmp_path, mine, fault=Fault(place, "interrupt", rank=0, after=2))
-    assert (ended.code, ended.left_behind) == (130, [])
+    assert (ended.code, ended.left_behind) == (130, []), ended.err
     assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-3"
     ended = run(tmp_path, mine, "--resume")
     assert (ended.code, ended.err, ended.left_behind) == (0, "", [])

@@ -47,8 +47,8 @@ PLACES: dict[str, tuple[str, str, int]] = {
 def fail(kind: str) -> None:
     """Do what befalls the rank, and note when."""
     (Path(os.environ["FAULT_NOTES"]) / "failed").write_text(str(time.time()))
-    if kind == "interrupt":  # Ctrl-C reaches the supervisor, while this rank goes on
-        os.kill(os.getppid(), signal.SIGINT)
+    if kind == "interrupt":
+        interrupt()
         return
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -61,6 +61,21 @@ def fail(kind: str) -> None:
     if kind == "disk":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise ValueError("something odd")
+
+
+def interrupt() -> None:
+    """Ctrl-C reaches the supervisor; this rank goes on when it has been passed on to it."""
+    passed_on: list[int] = []
+    handler: Any = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        passed_on.append(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    os.kill(os.getppid(), signal.SIGINT)
+    while not passed_on:
+        signal.sigtimedwait([], 0.01)  # a signal that came is handled when this returns
 
 
 class Trap:
@@ -87,9 +102,9 @@ class Trap:
         def watched(*args: Any, **keys: Any) -> Any:
             if self._left > 0:
                 return plain(*args, **keys)
-            self._calls += 1
             if self._place in ("step", "backward"):
                 return self._fail_later(plain(*args, **keys))
+            self._calls += 1
             if self._calls == self._at:
                 if self._kind == "other":
                     return "another one"
@@ -99,7 +114,11 @@ class Trap:
         return watched
 
     def _fail_later(self, done: Any) -> Any:
-        """After an update, or while the gradient of what was computed is on its way back."""
+        """After an update, or while the gradient of what was computed is on its way back, which
+        there is none of where a run evaluates."""
+        if self._place == "backward" and not done.requires_grad:
+            return done
+        self._calls += 1
         if self._calls != self._at:
             return done
         if self._place == "backward":
