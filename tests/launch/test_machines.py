@@ -194,6 +194,46 @@ def test_a_port_that_is_taken_is_named(job: MakeJob, two: dict[str, object]) -> 
             Machines.meet(job(**{**two, "master_port": port}), Interrupts())
 
 
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("no-such-host.invalid", "no-such-host.invalid is unknown"),
+        ("192.0.2.1", r"this machine is not reached at 192.0.2.1 \("),  # of documents, nobody's
+    ],
+)
+def test_machine_0_that_is_elsewhere_is_told_at_once(
+    job: MakeJob,
+    two: dict[str, object],
+    address: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(machines, "_REACHED_SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=f"^master_addr: {said}.*address of this machine"):
+        Machines.meet(job(**{**two, "master_addr": address}), Interrupts())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_consequence_waits_for_the_cause_on_another_machine(
+    job: MakeJob, script: Script, supervisor: Start, two: dict[str, object], tmp_path: Path
+) -> None:
+    """All ranks here have ended by losing touch before the other machine says why."""
+    os.mkfifo(tmp_path / "gone")
+    act = """
+    if place.rank == 1:
+        wait_for("gone")
+        raise TrainingError("the first cause")
+    tell("gone")
+    raise RuntimeError("gloo: Connection closed by peer")
+    """
+    command = script(act, joins=True)
+    other = supervisor(command, **two, node_rank=1)
+    with pytest.raises(RankError, match=r"^rank 1 .*: the first cause$"):
+        supervise(job(**two), command, print)
+    other.communicate()
+
+
 def test_several_machines_need_an_address(job: MakeJob) -> None:
     with pytest.raises(ConfigError, match="nnodes: 2 needs master_addr"):
         Machines.meet(job(nnodes=2), Interrupts())

@@ -27,6 +27,7 @@ SILENCE_SECONDS = 10.0  # after which a machine is taken for lost
 _BEAT_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 _ONE_TRY = timedelta(seconds=1)
+_REACHED_SECONDS = 5.0  # within which a machine reaches itself
 _DEFAULT_PORT = 29500
 _CURRENT = "attempt"
 
@@ -57,7 +58,7 @@ class Machines:
         """Keep the store, or join that of machine 0.
 
         Raises:
-            ConfigError: nobody has said where machine 0 is.
+            ConfigError: nobody has said where machine 0 is, or machine 0 is not there.
             RankError: it cannot be reached in time, or its port is taken.
             KeyboardInterrupt: the user did not want to wait any longer.
         """
@@ -240,11 +241,41 @@ class Exchange:
 
 
 def _keep_store(address: str, port: int, timeout_seconds: float) -> TCPStore:
+    _check_own_address(address, port)
     timeout = timedelta(seconds=timeout_seconds)
     try:
         return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
     except dist.DistError as error:
         raise RankError(f"{address}:{port} is taken ({_first_line(error)})") from None
+
+
+def _check_own_address(address: str, port: int) -> None:
+    """See that what listens here is reached there; torch's store waits for it as long as for ranks
+    and prints frames of C++.
+
+    Raises:
+        ConfigError: nobody knows the address, or it is not this machine's.
+        RankError: somebody else listens.
+    """
+    asked = "give the name or address of this machine, on which node_rank is 0"
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise ConfigError(f"master_addr: {address} is unknown ({error}); {asked}") from None
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise RankError(f"{address}:{port} is taken ({error}); give another master_port") from None
+    with server:
+        place = (address, server.getsockname()[1])
+        try:
+            socket.create_connection(place, _REACHED_SECONDS).close()
+        except OSError as error:
+            raise ConfigError(
+                f"master_addr: this machine is not reached at {address} ({error}); {asked}"
+            ) from None
 
 
 def _join_store(

@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tightfit.errors import ConfigError, Interrupted, RankError, TightfitError
+from tightfit.errors import (
+    ConfigError,
+    DoesNotFitError,
+    InputError,
+    Interrupted,
+    RankError,
+    TightfitError,
+)
 from tightfit.facts.job import Job
 from tightfit.launch.environment import BEGIN, RankPlace
 from tightfit.launch.failures import Cause, Failure, first_cause
@@ -51,7 +58,7 @@ def supervise(job: Job, command: Sequence[str], say: Callable[[str], None]) -> N
             if failure is None:
                 return
             if not _may_start_again(failure, job.max_restarts - attempt):
-                raise _as_error(failure)
+                raise _as_error(failure, machines.count)
             attempt += 1
             begins, said = _begins_again(job, failure)
             say(f"{failure}\nall ranks start again {said}; restart {attempt} of {job.max_restarts}")
@@ -117,7 +124,8 @@ class _Attempt:
         if over_there or any(failure.cause in _ENDS_ALL for failure in failures):
             return True
         if any(failure.cause is not Cause.SAVED for failure in failures):
-            return not workers.running() or self._has_waited()
+            nobody_left = self.machines.count == 1 and not workers.running()
+            return nobody_left or self._has_waited()
         return not workers.running() and (bool(failures) or exchange.done())
 
     def _has_waited(self) -> bool:
@@ -174,9 +182,15 @@ def _stopped() -> Failure:
     return Failure(0, "", os.getpid(), "interrupted", 130, Cause.STOPPED, time.time())
 
 
-def _as_error(failure: Failure) -> TightfitError | KeyboardInterrupt:
+def _as_error(failure: Failure, machines: int) -> TightfitError | KeyboardInterrupt:
+    """What is wrong with the job itself is all ranks' on one machine, whichever has said it."""
     if failure.cause is Cause.STOPPED:
         return KeyboardInterrupt()
     if failure.cause is Cause.SAVED:
         return Interrupted(str(failure))
-    return RankError(str(failure), failure.exit_code)
+    of_all = machines == 1 and failure.exit_code in (
+        InputError.exit_code,
+        DoesNotFitError.exit_code,
+    )
+    said = failure.message if of_all and failure.cause is Cause.SAID else str(failure)
+    return RankError(said, failure.exit_code)
