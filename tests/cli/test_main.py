@@ -42,6 +42,7 @@ def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
     for verb in ("train", "plan", "estimate"):
         monkeypatch.setitem(sys.modules, f"tightfit.cli.{verb}", fake.module(verb))
     monkeypatch.setattr("tightfit.cli.main.load_model_spec", lambda name: None)
+    monkeypatch.setattr("tightfit.cli.main.check_output_dir", lambda job: None)
     return fake
 
 
@@ -197,6 +198,23 @@ def test_a_model_that_nobody_knows_is_refused_before_slow_imports(verb: str) -> 
     assert (found.returncode, found.stdout) == (2, "")
     assert "there is no model 'Qwen/Qwen2.5-7'" in found.stderr
     assert "nearest: Qwen/Qwen2.5-7B" in found.stderr
+
+
+def test_a_run_that_is_there_is_told_before_slow_imports(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    program = (
+        "import sys; from tightfit.cli.main import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'transformers'} & sys.modules.keys(); sys.exit(code)"
+    )
+    words = ["train", "--model_name_or_path", tiny_model_folder, "--num_gpus", "2",
+             "--dataset", "rows.jsonl", "--output_dir", tmp_path]  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "already holds a run (checkpoint-3); give --resume" in found.stderr
 
 
 def test_help_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:

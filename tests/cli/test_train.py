@@ -20,7 +20,7 @@ from tightfit.cli.main import main
 from tightfit.facts.job import Job
 from tightfit.training import checkpoint
 from tightfit.training import run as runs
-from tightfit.training.checkpoint import latest_checkpoint
+from tightfit.training.checkpoint_folders import latest_checkpoint
 from tightfit.training.output import open_output_dir
 
 JobFile = Callable[..., str]

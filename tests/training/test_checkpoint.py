@@ -16,12 +16,8 @@ from tightfit.errors import ConfigError, TrainingError
 from tightfit.facts.job import Job
 from tightfit.training import checkpoint as checkpoints
 from tightfit.training import saved_states
-from tightfit.training.checkpoint import (
-    Progress,
-    latest_checkpoint,
-    prune_checkpoints,
-    read_progress,
-)
+from tightfit.training.checkpoint import Progress, prune_checkpoints, read_progress
+from tightfit.training.checkpoint_folders import latest_checkpoint
 from tightfit.training.run import prepare
 from tightfit.training.tensor_file import Part
 

@@ -22,7 +22,7 @@ from tightfit.engine import activations
 from tightfit.errors import DoesNotFitError, TrainingError
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
-from tightfit.training.checkpoint import latest_checkpoint
+from tightfit.training.checkpoint_folders import latest_checkpoint
 from tightfit.training.run import make_plan, prepare
 
 MakeJob = Callable[..., Job]

@@ -163,7 +163,7 @@ def _machine_line(found: Estimate) -> str:
     if ranks == 1 or not taken:
         return ""
     each = ", ".join(f"{tier} {format_bytes(count)}" for tier, count in taken.items())
-    return f"all {ranks} ranks, on one machine: {each}\n"
+    return f"all {ranks} ranks of a machine: {each}\n"
 
 
 def _bits(found: Estimate) -> int:

@@ -32,6 +32,7 @@ from tightfit.interop.reading import Reading
 from tightfit.launch.environment import LIFELINE, RankPlace, place_here
 from tightfit.launch.failures import Reporting
 from tightfit.launch.lifeline import hold_lifeline
+from tightfit.training.output import check_output_dir
 
 if TYPE_CHECKING:
     from tightfit.cli.convert import Export
@@ -156,6 +157,7 @@ def _train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             _show_reading(reading if place.rank == 0 and LIFELINE not in os.environ else None)
             return _train_as_rank(job, place)
     job, reading = _job_to_train(arguments)
+    check_output_dir(job)  # again with all else, when seconds have been spent on imports
     _show_reading(reading)
     # Torch's warnings of closed sockets add nothing to what is told; it reads this as it is loaded.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

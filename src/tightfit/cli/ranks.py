@@ -15,7 +15,6 @@ from tightfit.launch.processors import settle
 from tightfit.launch.restart import job_begun
 from tightfit.launch.supervisor import supervise
 from tightfit.training.model import check_weights
-from tightfit.training.output import check_output_dir
 
 
 def run_as_rank(job: Job, place: RankPlace) -> int:
@@ -40,9 +39,8 @@ def _check(job: Job) -> None:
     """Find once, before there are many ranks, what takes no time to find.
 
     Raises:
-        InputError: a mistake in the output folder or the model.
+        InputError: a mistake in the model.
     """
-    check_output_dir(job)
     spec = load_model_spec(job.model_name_or_path)
     folder = Path(job.model_name_or_path).expanduser()
     if spec.source not in ("catalogue", "file", "hub"):

@@ -19,7 +19,8 @@ def begins_again(job: Job) -> tuple[str, str]:
         ConfigError: the last checkpoint cannot be resumed, and starting afresh would delete it.
     """
     # Brings transformers, which a supervisor needs for nothing else.
-    from tightfit.training.checkpoint import latest_checkpoint, read_progress
+    from tightfit.training.checkpoint import read_progress
+    from tightfit.training.checkpoint_folders import latest_checkpoint
 
     checkpoint = latest_checkpoint(Path(job.output_dir or "."))
     if checkpoint is None:

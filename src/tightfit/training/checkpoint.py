@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from tightfit.facts.disk import writing
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
 from tightfit.training import together
+from tightfit.training.checkpoint_folders import checkpoints, latest_checkpoint, unfinished
 from tightfit.training.layout import WEIGHTS_FILE, all_entries, split_files, write_index
 from tightfit.training.saved_model import (
     SavedModel,
@@ -50,7 +50,6 @@ from tightfit.training.tensor_file import Entry, TensorReader, TensorWriter, lay
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _ADAPTER_FILE = "adapter_model.safetensors"
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def save_checkpoint(
         TrainingError: it could not be written; earlier checkpoints are as they were.
     """
     folder = output_dir / f"checkpoint-{progress.step}"
-    temporary = _unfinished(folder)
+    temporary = unfinished(folder)
     try:
         _write(temporary, engine, tokenizer, progress, with_optimizer=with_optimizer)
         with together.failing_together(OSError):
@@ -122,11 +121,6 @@ def save_checkpoint(
             f"{folder} could not be written ({error}); {kept}. Make room or see to the folder"
         ) from error
     return folder
-
-
-def _unfinished(folder: Path) -> Path:
-    """Its name while it is not whole."""
-    return folder.with_name(f".{folder.name}.incomplete")
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -185,11 +179,6 @@ def _kept_entries(engine: Engine) -> list[Entry]:
     return [*state_entries(engine), *random_entries(engine)]
 
 
-def latest_checkpoint(output_dir: Path) -> Path | None:
-    """The complete checkpoint with the highest step, if any."""
-    return max(_checkpoints(output_dir), key=_step_of, default=None)
-
-
 def prune_checkpoints(output_dir: Path, keep: int | None) -> None:
     """Delete all but the last `keep` checkpoints; None keeps all.
 
@@ -199,9 +188,9 @@ def prune_checkpoints(output_dir: Path, keep: int | None) -> None:
         TrainingError: one cannot be deleted.
     """
     if keep is not None:
-        for folder in sorted(_checkpoints(output_dir), key=_step_of)[:-keep]:
+        for folder in checkpoints(output_dir)[:-keep]:
             with writing(folder, "deleted, as save_total_limit asks"):
-                shutil.rmtree(folder.rename(_unfinished(folder)))
+                shutil.rmtree(folder.rename(unfinished(folder)))
 
 
 def read_progress(checkpoint: Path) -> Progress:
@@ -251,18 +240,6 @@ def _restore_adapter(checkpoint: Path, engine: Engine) -> None:
     files = TensorReader([checkpoint / _ADAPTER_FILE])
     for name, parameter in adapters_by_saved_name(engine.model).items():
         engine.load_values(parameter, files.read_part(name, parameter))
-
-
-def _checkpoints(output_dir: Path) -> list[Path]:
-    if not output_dir.is_dir():
-        return []
-    return [path for path in output_dir.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-
-
-def _step_of(checkpoint: Path) -> int:
-    match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
 
 
 def _flush(paths: list[Path]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tightfit.errors import ConfigError
 from tightfit.facts.disk import check_is_disk, check_writable
 from tightfit.facts.job import Job
-from tightfit.training.checkpoint import latest_checkpoint
+from tightfit.training.checkpoint_folders import latest_checkpoint
 
 LOG = "trainer_log.jsonl"
 PLAN = "plan.yaml"
