@@ -104,7 +104,10 @@ def bottleneck(bill: MemoryTable, time: StepTime, limits: Limits) -> str:
 
 
 def without_effect(job: Job, policies: Policies) -> Iterator[str]:
-    """One sentence for each key that says how something leaves the device that does not leave."""
+    """One sentence for each key that does nothing here: it says how something leaves the device
+    that does not leave, or what to do about waiting where nobody waits."""
+    if job.adapt and job.ranks == 1:
+        yield "adapt: true has no effect, as one rank waits for nobody"
     placement = policies.placement
     states = placement.optimizer_states is not Tier.DEVICE
     parameters = placement.parameters is not Tier.DEVICE

@@ -185,8 +185,8 @@ def adapt_notes(job: Job, plan: Plan) -> Iterator[str]:
     """Why `adapt` will change nothing in this run; nothing where it may."""
     lighter = plan.lighter
     if job.ranks == 1:
-        yield "adapt: true has no effect, as one rank waits for nobody"
-    elif lighter is None:
+        return  # which every plan says (`explain.without_effect`)
+    if lighter is None:
         yield "adapt: true has no effect, as no plan is known that sends less and fits"
     elif lighter.given:
         keys = ", ".join(lighter.given)

@@ -16,6 +16,10 @@ import torch
 from tightfit.facts.disk import ASSUMED_DISK, DiskRate
 from tightfit.planner import measure
 
+# What two ranks of a CPU that is not idle send each other over gloo; measuring it takes ranks,
+# whose start takes longer than a plan. Too slow is the safe side: copies in memory are ten times as
+# fast, and what is reckoned with those shares out layers for a gain that is not there.
+ASSUMED_GLOO = (3e-4, 1e9)
 _MATMUL_WIDTHS = {"cpu": 768, "cuda": 4096}  # where a device's rate is at its plateau
 
 
@@ -65,7 +69,7 @@ class Rates:
             until `disk_rate.py` measures them.
         matmul_by_width: width of a layer and the rate of its products, widths rising; empty where
             nobody has looked, and `matmul_flops_per_second` counts for all.
-        link: between the ranks of this machine; None where nobody has measured it.
+        link: between the ranks of this machine; None where nobody has measured or assumed it.
         network: between machines, of all ranks of one together; None where nobody has.
     """
 
@@ -141,4 +145,5 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         ),
         host_optimizer_parameters_per_second=on_host,
         operation_seconds=measure.operation_seconds(device),
+        link=Link.of(*ASSUMED_GLOO) if device.type == "cpu" else None,
     )
