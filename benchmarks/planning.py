@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from planning_cases import CLUSTERS, CONSUMER, RULES, Found, Keys
+from planning_cases import CLUSTERS, CONSUMER, RULES, Found, Keys, as_json
 from planning_page import filled
 from tightfit.bill.table import Kind
 from tightfit.dry_run.cache import FOLDER_VARIABLE
@@ -84,10 +84,12 @@ def planned(keys: Keys) -> tuple[Found, dict[str, Any]]:
         try:
             plan = plan_job(job, spec.config, planned_workload(job), hardware)
         except DoesNotFitError as error:
-            seconds = time.perf_counter() - began
-            said = {"plan": "nothing fits", "said": str(error), "planning_seconds": seconds}
-            return Found(None, float("inf"), 0, 0, 1.0, short=error.shortage), said
-    return found(plan), row(job, plan, time.perf_counter() - began)
+            became = Found(None, float("inf"), 0, 0, 1.0, short=error.shortage)
+            said = {"plan": "nothing fits", "said": str(error)}
+        else:
+            became, said = found(plan), row(job, plan)
+    seconds = time.perf_counter() - began
+    return became, said | {"planning_seconds": seconds, "found": as_json(became)}
 
 
 def found(plan: Plan) -> Found:
@@ -98,7 +100,7 @@ def found(plan: Plan) -> Found:
     return Found(plan.policies, plan.step_time.total, *peaks, shortage, plain, parameters)
 
 
-def row(job: Job, plan: Plan, seconds: float) -> dict[str, Any]:
+def row(job: Job, plan: Plan) -> dict[str, Any]:
     machine = machine_of(job)
     assert machine is not None
     return {
@@ -109,7 +111,6 @@ def row(job: Job, plan: Plan, seconds: float) -> dict[str, Any]:
         "step_seconds": plan.step_time.to_json(),
         "tokens_per_second": job.global_batch_size * job.cutoff_len / plan.step_time.total,
         "bottleneck": plan.bottleneck,
-        "planning_seconds": seconds,
     }
 
 

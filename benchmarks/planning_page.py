@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from planning_cases import CLUSTERS, CONSUMER, RULES, Keys, Scenario
+from planning_cases import CLUSTERS, CONSUMER, RULES, Keys, Rule, Scenario, from_json
 
 MARKS = {
     name: (f"<!-- {name}: benchmarks/planning.py writes from here -->", f"<!-- {name}: to here -->")
@@ -54,15 +54,22 @@ def scenario(one: Scenario, rows: Rows) -> str:
 
 
 def rules(rows: Rows) -> str:
-    lines = ["| rule | what is planned |", "|---|---|"]
+    lines = ["| rule | comes out | what is planned |", "|---|---|---|"]
     for rule in RULES:
         found = [rows.get(json.dumps(keys, sort_keys=True)) for keys in rule.jobs]
         cells = [
             f"{machine(keys)}, {model(keys)}{more(keys)}: {outcome(row)}"
             for keys, row in zip(rule.jobs, found, strict=True)
         ]
-        lines.append(f"| {rule.said} | {'<br>'.join(cells)} |")
+        lines.append(f"| {rule.said} | {comes_out(rule, found)} | {'<br>'.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def comes_out(rule: Rule, rows: list[dict[str, Any] | None]) -> str:
+    found = [from_json(row["found"]) for row in rows if row is not None]
+    if len(found) < len(rows):
+        return ""
+    return "yes" if rule.holds(*found) else "no"
 
 
 def outcome(row: dict[str, Any] | None) -> str:

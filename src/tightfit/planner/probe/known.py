@@ -55,7 +55,10 @@ def probed_rates(hardware: Hardware, share: RankShare) -> tuple[Rates | None, st
     """What one rank has, and a sentence on where that comes from; None where no probe tells."""
     probe, reason = read_probe(identity_of(hardware))
     if probe is None:
-        return None, f"{reason or 'rates measured in a moment'}; {ADVICE}"
+        moment = "rates measured in a moment"
+        if share.ranks > 1:
+            moment += ", the link between ranks assumed"
+        return None, f"{reason or moment}; {ADVICE}"
     rates = rates_of(probe, share, hardware)
     if rates is None:
         said = f"the probe knows nothing of {share.precision} products on this device"
