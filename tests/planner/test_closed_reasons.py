@@ -100,8 +100,7 @@ def test_each_technique_says_bytes_and_seconds(
     said: Callable[..., list[str]], on_card: Pricing, name: str
 ) -> None:
     policies, without = CASES[name]
-    (reason,) = said(policies)
-    assert reason.startswith(f"{name}: ")
+    (reason,) = (one for one in said(policies) if one.startswith(f"{name}: "))
     own, other = on_card.least_states(policies), on_card.least_states(without)
     saved = other.peak_bytes(Tier.DEVICE) - own.peak_bytes(Tier.DEVICE)
     if "lazy" in name:
@@ -127,6 +126,17 @@ def test_the_bytes_of_a_split_master_and_of_a_packed_base(
     states = [on_card.least_states(p) for p in (replace(QLORA, quantisation=None), QLORA)]
     saved = states[0].peak_bytes(Tier.DEVICE) - states[1].peak_bytes(Tier.DEVICE)
     assert 1.4 * run.quantised < saved < 1.5 * run.quantised
+
+
+def test_adapters_under_a_packed_base_say_what_is_trained(
+    said: Callable[..., list[str]], on_card: Pricing
+) -> None:
+    lora, base = said(QLORA)
+    run = on_card.counts(QLORA)
+    share = run.trainable / on_card.run(BF16).trainable
+    assert lora.startswith("LoRA: a base of 4 bits is not trained itself; ")
+    assert float(lora.split("; ")[1].split("%")[0]) / 100 == pytest.approx(share, rel=0.05)
+    assert base.startswith("4-bit base")
 
 
 def test_a_lazy_step_takes_less_time_on_a_card(said: Callable[..., list[str]]) -> None:

@@ -47,6 +47,10 @@ class _Without:
 
 def closed_reasons(policies: Policies, pricing: Pricing, limits: Limits) -> Iterator[str]:
     """One sentence for each of those techniques: what it saves here and what it costs."""
+    if policies.adapter is not None and policies.quantisation is not None:
+        run, bits = pricing.counts(policies), policies.quantisation.bits
+        share = run.trainable / (run.trainable + run.frozen + run.quantised)
+        yield f"LoRA: a base of {bits} bits is not trained itself; {share:.2%} of parameters are"
     for one in _without(policies):
         if one.policies is None:
             yield f"{one.name}: {one.instead}"
