@@ -107,8 +107,8 @@ def test_what_is_wrong_with_a_slot(
     assert all(part in remark for part, remark in zip(said, remarks, strict=True))
 
 
-def history_text(history: History) -> str:
-    console = Console(width=200)
+def history_text(history: History, width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         show_history(console, history)
     return capture.get()
@@ -124,6 +124,16 @@ def test_history_shows_each_error_the_median_and_where_it_leans() -> None:
     assert "too short in 5 of 5 runs. Nothing is corrected by this" in text
     assert "with a probe 8% off in the middle, without one 45%" in text
     assert "1 lines of the history could not be read" in text
+
+
+def test_history_breaks_no_word_of_a_narrow_terminal() -> None:
+    plan = (
+        "micro-batch 1 x 8, LoRA rank 8, 4-bit base, chunked loss, selective checkpointing, "
+        "49% of gradients + optimizer on host, lazy step"
+    )
+    run = entry(0.1234, 0.9876, model="meta-llama/Llama-3.1-70B", policies=plan)
+    words = history_text(History((run,), 0), 80).split()
+    assert not [word for word in f"{plan} {run.model}".split() if word not in words]
 
 
 def test_history_of_nothing() -> None:

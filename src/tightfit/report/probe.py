@@ -205,16 +205,15 @@ def show_history(console: Console, history: History) -> None:
 
 
 def _history_table(entries: Sequence[RunEntry]) -> Table:
-    table = _table(
-        "run", "model", "on", "plan", "predicted", "measured", "error", "waiting", left=4
-    )
+    """A narrow terminal has no room for what was run beside what it took: its lines are in one
+    column, broken between words."""
+    table = _table("run", "predicted", "measured", "error", "waiting")
     for entry in entries:
         error = entry.error
         waiting = entry.parts.get("communication")
+        device = f"{entry.ranks} x {entry.device}" if entry.ranks > 1 else entry.device
         table.add_row(
-            entry.date[:16].replace("T", " "),
-            entry.model,
-            f"{entry.ranks} x {entry.device}" if entry.ranks > 1 else entry.device,
+            f"{entry.date[:16].replace('T', ' ')}\n{entry.model} on {device}\n"
             f"{entry.policies} ({entry.rates})",
             format_seconds(entry.step.predicted),
             "-" if entry.step.measured is None else format_seconds(entry.step.measured),
