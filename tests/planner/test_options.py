@@ -44,10 +44,10 @@ def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
     ]  # fmt: skip
     kinds = [LossKind.FULL, LossKind.CHUNKED, LossKind.SLICED]
     assert [loss.kind for loss in found.losses] == kinds
-    assert [c.enabled for c in found.checkpointing] == [False, True]
+    assert [(c.enabled, c.every) for c in found.checkpointing] == [(False, 1), (True, 2), (True, 1)]
     placements = found.own.placement.all()
     candidates = list(found.candidates())
-    assert len(candidates) == len(set(candidates)) == 4 * 3 * 2 * len(placements)
+    assert len(candidates) == len(set(candidates)) == 4 * 3 * 3 * len(placements)
 
 
 @pytest.mark.parametrize(
