@@ -11,7 +11,7 @@ from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
 import tightfit.dry_run.run as program
 from tightfit.bill.table import Kind, MemoryTable, Phase
-from tightfit.dry_run import DryRun, dry_run
+from tightfit.dry_run import DryRun, dry_run, stages
 from tightfit.dry_run.depth import with_depth
 from tightfit.facts.workload import Workload
 from tightfit.policies import (
@@ -160,21 +160,62 @@ def test_stages_that_are_left_out_take_no_more_than_others(
     policies = Policies(
         batch=BatchPolicy(1, 5), sharding=ShardingPolicy(4, pipeline_parallel=4, **order)
     )
-    priced = program._stages_that_may_be_fullest(config, policies.sharding)
+    runs = stages.layers_of_stages(config, policies.sharding)
+    priced = stages._stages_that_may_be_fullest(config, runs, policies.sharding)
     assert {0, 3} < set(priced) < {0, 1, 2, 3}
 
     def table() -> MemoryTable:
         return program.run(config, policies, Workload(16, 5), full_depth=False, card=None).table
 
     few = table()
-    monkeypatch.setattr(program, "_stages_that_may_be_fullest", lambda *_: range(4))
+    monkeypatch.setattr(stages, "_stages_that_may_be_fullest", lambda *_: range(4))
     assert few == table()
 
 
 def test_where_layers_differ_every_stage_is_priced() -> None:
     config = Gemma2Config(**{**CONFIG.to_dict(), "model_type": "gemma2", "head_dim": 8})
     sharding = ShardingPolicy(4, pipeline_parallel=4)
-    assert program._stages_that_may_be_fullest(config, sharding) == [0, 1, 2, 3]
+    runs = stages.layers_of_stages(config, sharding)
+    assert stages._stages_that_may_be_fullest(config, runs, sharding) == [0, 1, 2, 3]
+
+
+STAGED: list[dict[str, Any]] = [
+    {"sharding": ShardingPolicy(4, 3, pipeline_parallel=2)},
+    {"sharding": ShardingPolicy(4, pipeline_parallel=2, tensor_parallel=2)},
+    {"checkpointing": CheckpointingPolicy(True, every=2)},
+    {"checkpointing": CheckpointingPolicy(True), "loss": LossPolicy(LossKind.CHUNKED, 5)},
+    {"placement": PlacementPolicy(Tier.HOST, Tier.HOST, activations=Tier.HOST)},
+    {"placement": PlacementPolicy(*[Tier.HOST] * 4), "adapter": AdapterPolicy(rank=2)},
+]
+
+
+# Each way in one order here, in all others in the long proof.
+IN_ORDER = [
+    pytest.param(way, order, marks=[] if i % len(ORDERS) == j else pytest.mark.slow)
+    for i, way in enumerate(STAGED)
+    for j, order in enumerate(ORDERS)
+]
+
+
+@pytest.mark.parametrize(("way", "order"), IN_ORDER)
+def test_stages_of_few_layers_stand_for_those_of_many(
+    way: dict[str, Any], order: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bytes in every phase, on every tier, of every stage."""
+    layers = 33 * order.get("virtual_stages", 1)
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers})
+    sharding = way.get("sharding", ShardingPolicy(2, pipeline_parallel=2))
+    policies = Policies(
+        **{**way, "batch": BatchPolicy(1, 3), "sharding": replace(sharding, **order)}
+    )
+    whole = program.run(config, policies, WORKLOAD, full_depth=True, card=None)
+    depths: list[int] = []
+    monkeypatch.setattr(
+        stages, "with_depth", lambda its, layers: depths.append(layers) or with_depth(its, layers)
+    )
+    assert program.run(config, policies, WORKLOAD, full_depth=False, card=None) == whole
+    assert depths
+    assert max(depths) < layers
 
 
 AWAY = [

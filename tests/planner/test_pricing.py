@@ -13,6 +13,7 @@ from tightfit.facts.workload import Workload
 from tightfit.planner.options import options_of
 from tightfit.planner.pricing import Pricing
 from tightfit.planner.rates import Rates
+from tightfit.policies import Policies
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,17 @@ def test_a_time_is_that_of_the_rates_that_are_known_by_now(
     assert pricing.step_time(plain).optimizer > before.optimizer
     pricing.rates = rates
     assert pricing.step_time(plain) == before
+
+
+def test_what_was_run_whole_is_not_run_again_at_full_depth(
+    config: PretrainedConfig, workload: Workload, rates: Rates, job: Callable[..., Job]
+) -> None:
+    plain = options_of(job(), precision="fp32", chunked_loss=True).plain()
+    runs: list[Policies] = []
+    for layers, whole in ((2, True), (9, False)):
+        model = {**config.to_dict(), "num_hidden_layers": layers}
+        pricing = Pricing(plain, model, workload, rates, observe=runs.append)
+        few = pricing.run(plain)
+        assert few.whole is whole
+        assert pricing.run(plain, full_depth=True) == few
+    assert len(runs) == 1 + 2

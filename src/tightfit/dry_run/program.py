@@ -87,15 +87,17 @@ def train_step(engine: Engine, policies: Policies, workload: Workload) -> None:
     They are counted apart: with few layers the first may take more, with many the second. Stages
     of a pipeline have as many at a time as their schedule says.
     """
+    counting = ledger.active()
     if engine.is_stage:
         batch = policies.batch
         size = batch.micro_batch_size, workload.sequence_length
         engine.forward_backward(
             [fake_batch(*size) for _ in range(batch.accumulation_steps)], workload.tokens_per_step
         )
+        if counting is not None:
+            counting.chapter = ""
         engine.step()
         return
-    counting = ledger.active()
     for index in range(policies.batch.accumulation_steps):
         if counting is not None:
             counting.chapter = "later micro-batch, " * index

@@ -40,6 +40,7 @@ class DryRun:
             allocates; others take no more than an earlier one that is not the first.
         stage_layers: how many layers each run of a pipeline's layers has, in the order of the
             model.
+        whole: whether all layers were run, as they are where a few would be no less work.
         notes: what of the table comes from a closed form, because the engine cannot do it yet.
     """
 
@@ -52,6 +53,7 @@ class DryRun:
     trained_tensors: int = 0
     stages: Mapping[int, MemoryTable] = field(default_factory=dict)
     stage_layers: tuple[int, ...] = ()
+    whole: bool = field(default=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain values."""
@@ -65,6 +67,7 @@ class DryRun:
             "trained_tensors": self.trained_tensors,
             "stages": {str(number): table.to_json() for number, table in self.stages.items()},
             "stage_layers": list(self.stage_layers),
+            "whole": self.whole,
         }
 
     @classmethod
@@ -84,4 +87,5 @@ class DryRun:
             int(data["trained_tensors"]),
             {int(k): MemoryTable.from_json(table) for k, table in data["stages"].items()},
             tuple(map(int, data["stage_layers"])),
+            bool(data["whole"]),
         )

@@ -102,8 +102,9 @@ class Fitting:
         """
         if not self.pricing.was_run(policies):
             return None
-        run, bill = self.pricing.run(policies), self.pricing.bill(policies)
-        use = self.limits.tightest(bill)
+        deep = self.pricing.was_run(policies, full_depth=True)
+        run = self.pricing.run(policies, full_depth=deep)
+        use = self.limits.tightest(self.pricing.bill(policies, full_depth=deep))
         if use is None or use.name != "device" or use.missing_bytes <= 0:
             return None
         beside = use.need_bytes - fullest_stage_bytes(run)

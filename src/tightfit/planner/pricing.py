@@ -88,11 +88,10 @@ def _whole(
 
 
 def _without_numbers(policies: Policies, *, full_depth: bool) -> tuple[Policies, bool]:
-    """All that a dry run depends on; a pipeline is run at full depth always."""
+    """All that a dry run depends on."""
     optimizer = policies.optimizer
     states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
-    deep = full_depth or policies.sharding.pipeline_parallel > 1
-    return replace(policies, optimizer=states), deep
+    return replace(policies, optimizer=states), full_depth
 
 
 @dataclass
@@ -133,6 +132,9 @@ class Pricing:
         key = _without_numbers(policies, full_depth=full_depth)
         if key in self._refused:
             raise UnsupportedError(self._refused[key])
+        few = self._runs.get((key[0], False))
+        if few is not None and few.whole:  # it is the same at full depth
+            return few
         if key not in self._runs:
             self.observe(policies)
             try:
@@ -145,9 +147,9 @@ class Pricing:
             self._least.learn(policies, self._runs[key])
         return self._runs[key]
 
-    def was_run(self, policies: Policies) -> bool:
-        """Whether there is a dry run of `policies`, of a few layers at least."""
-        return _without_numbers(policies, full_depth=False) in self._runs
+    def was_run(self, policies: Policies, *, full_depth: bool = False) -> bool:
+        """Whether there is a dry run of `policies`, of a few layers or of all."""
+        return _without_numbers(policies, full_depth=full_depth) in self._runs
 
     def bill(self, policies: Policies, *, full_depth: bool = False) -> MemoryTable:
         """The dry run's table with the margin added."""
