@@ -7,12 +7,13 @@ in the engine, what belongs to no layer leaves only with everything (a fraction 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 
 from tightfit.bill.model_states import Master, StateBytes, model_state_bytes
 from tightfit.bill.table import MARGIN_SHARE, Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun
-from tightfit.policies import PlacementPolicy, Policies, Tier
+from tightfit.policies import CheckpointingPolicy, LossPolicy, PlacementPolicy, Policies, Tier
 
 _PARAMETERS = (Kind.PARAMETERS,)
 _STATES = (Kind.GRADIENTS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES)
@@ -60,12 +61,13 @@ def state_bytes(run: DryRun, policies: Policies) -> dict[Tier, dict[Kind, int]]:
     """
     placement = policies.placement
     off = _whole(run, policies)
-    on = _whole(run, replace(policies, placement=PlacementPolicy()))
     shares = {
         _STATES: share_leaving(placement.optimizer_fraction, run, trained=True),
         _PARAMETERS: share_leaving(placement.parameter_fraction, run, trained=False),
     }
     table: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
+    staying = any(share < 1 for share in shares.values())
+    on = _whole(run, replace(policies, placement=PlacementPolicy())) if staying else {}
     for kinds, share in shares.items():
         for bill, part in ((off, share), (on, 1 - share)):
             for tier, counts in bill.items():
@@ -76,10 +78,16 @@ def state_bytes(run: DryRun, policies: Policies) -> dict[Tier, dict[Kind, int]]:
 
 
 def _whole(run: DryRun, policies: Policies) -> StateBytes:
+    """As if all left that has a fraction leaving; states know no loss and no checkpointing."""
+    alike = replace(policies, loss=LossPolicy(), checkpointing=CheckpointingPolicy())
+    return _states(run.trainable, run.frozen, run.quantised, alike)
+
+
+@lru_cache(maxsize=4096)
+def _states(trainable: int, frozen: int, quantised: int, policies: Policies) -> StateBytes:
+    """Asked for with every time and bound of thousands of candidates."""
     master = Master.SPLIT if policies.optimizer.split_master else Master.FP32
-    return model_state_bytes(
-        run.trainable, run.frozen, policies, quantised=run.quantised, master=master
-    )
+    return model_state_bytes(trainable, frozen, policies, quantised=quantised, master=master)
 
 
 def with_fraction(policies: Policies, name: str, fraction: float) -> Policies:

@@ -25,6 +25,7 @@ from tightfit.planner.rates import Rates
 from tightfit.planner.step_time import predict_step_time
 from tightfit.planner.traffic import Traffic, traffic_of
 from tightfit.policies import (
+    AdapterPolicy,
     CheckpointingPolicy,
     LossKind,
     OptimizerPolicy,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 Config: TypeAlias = "Mapping[str, Any] | PretrainedConfig"
 
 
+# What decides how many parameters there are of which kind.
+_Weights: TypeAlias = tuple[AdapterPolicy | None, QuantisationPolicy | None]
 Observe: TypeAlias = Callable[[Policies], None]
 
 
@@ -94,6 +97,20 @@ def _without_numbers(policies: Policies, *, full_depth: bool) -> tuple[Policies,
     return replace(policies, optimizer=states), full_depth
 
 
+def _sizes(run: DryRun) -> ModelSizes:
+    shape = run.shape
+    return ModelSizes(
+        trainable=run.trainable,
+        frozen=run.frozen,
+        quantised=run.quantised,
+        trained_tensors=run.trained_tensors,
+        layers=shape.layers,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        tied=shape.tied,
+    )
+
+
 @dataclass
 class Pricing:
     """Prices of one model and workload on one machine.
@@ -119,6 +136,8 @@ class Pricing:
     _least: LowerBounds = field(init=False)
     _times: dict[Policies, StepTime] = field(init=False, default_factory=dict)
     _timed_with: Rates | None = field(init=False, default=None)
+    _counted: dict[_Weights, DryRun] = field(init=False, default_factory=dict)
+    _costs: dict[_Weights, ModelCost] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._least = LowerBounds(self.workload.sequence_length)
@@ -203,11 +222,17 @@ class Pricing:
 
     def exchanges(self, policies: Policies) -> list[Exchange]:
         """What ranks send each other in one optimizer step."""
-        return exchanges(self._sizes(policies), policies, self.workload)
+        return exchanges(self._cost(policies).sizes, policies, self.workload)
 
     def counts(self, policies: Policies) -> DryRun:
         """A run of the same model and adapter: its counts and its shape are theirs too. Those of a
         base that is not packed follow from a run of one that is."""
+        weights = policies.adapter, policies.quantisation
+        if weights not in self._counted:  # asked for with every time and bound
+            self._counted[weights] = self._counts(policies)
+        return self._counted[weights]
+
+    def _counts(self, policies: Policies) -> DryRun:
         plainest = self._plainest(policies)
         packed = self._packed(policies)
         if packed is not None and not self.was_run(plainest) and self.was_run(packed):
@@ -242,7 +267,12 @@ class Pricing:
         )
 
     def _cost(self, policies: Policies) -> ModelCost:
-        run = self.counts(policies)
+        weights = policies.adapter, policies.quantisation
+        if weights not in self._costs:
+            self._costs[weights] = self._cost_of(self.counts(policies))
+        return self._costs[weights]
+
+    def _cost_of(self, run: DryRun) -> ModelCost:
         shape = run.shape
         head = shape.vocab_size * shape.hidden_size
         total = run.trainable + run.frozen + run.quantised
@@ -255,21 +285,7 @@ class Pricing:
             layers=shape.layers,
             hidden_size=shape.hidden_size,
             activation_bytes_per_token=self._activation_bytes_per_token,
-            sizes=self._sizes(policies),
-        )
-
-    def _sizes(self, policies: Policies) -> ModelSizes:
-        run = self.counts(policies)
-        shape = run.shape
-        return ModelSizes(
-            trainable=run.trainable,
-            frozen=run.frozen,
-            quantised=run.quantised,
-            trained_tensors=run.trained_tensors,
-            layers=shape.layers,
-            hidden_size=shape.hidden_size,
-            vocab_size=shape.vocab_size,
-            tied=shape.tied,
+            sizes=_sizes(run),
         )
 
     @cached_property
