@@ -29,7 +29,7 @@ import torch
 
 from tightfit.engine.arithmetic import Numbers
 from tightfit.engine.rules import Piece, rule_of
-from tightfit.policies import OptimizerName, OptimizerPolicy
+from tightfit.policies import Master, OptimizerName, OptimizerPolicy
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "update.md"
@@ -79,10 +79,10 @@ def chunked(
     name: OptimizerName, values: int, chunk_values: int, *, split: bool = False, clip: bool = False
 ) -> Update:
     """Ours: bf16 gradients in, bf16 parameters out, through the memory of the gradients."""
-    rule = rule_of(OptimizerPolicy(name=name, split_master=split))
+    rule = rule_of(OptimizerPolicy(name=name, master=Master.SPLIT if split else Master.FP32))
     states = {
         name: torch.empty(count, dtype=dtype)
-        for name, (count, dtype) in rule.states(values).items()
+        for name, (count, dtype) in rule.states((values,)).items()
     }
     rule.initialise(states)
     gradient = (torch.rand(values) * 1e-3).to(BF16)

@@ -10,6 +10,7 @@ from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
     LossPolicy,
+    Master,
     OptimizerPolicy,
     PipelineSchedule,
     PlacementPolicy,
@@ -86,7 +87,7 @@ def test_policies_are_frozen_and_hashable() -> None:
 
 DEVICE, HOST, NVME, PINNED = Tier.DEVICE, Tier.HOST, Tier.NVME, Tier.PINNED
 LORA = AdapterPolicy()
-BF16, SPLIT = PrecisionPolicy("bf16"), OptimizerPolicy(split_master=True)
+BF16, SPLIT = PrecisionPolicy("bf16"), OptimizerPolicy(master=Master.SPLIT)
 AWAY = PlacementPolicy(HOST, HOST, HOST)
 
 

@@ -42,6 +42,7 @@ class OptimizerName(StrEnum):
 
     ADAMW = "adamw"
     ADAMW_8BIT = "adamw_8bit"
+    ADAMW_COMPACT = "adamw_compact"
     LION = "lion"
     LION_8BIT = "lion_8bit"
     ADAFACTOR = "adafactor"
@@ -229,14 +230,22 @@ class LossScalePolicy:
     minimum: float = 1.0
 
 
+class Master(StrEnum):
+    """How an optimizer keeps 32 bits of a 16-bit parameter, which it cannot update itself."""
+
+    FP32 = "fp32"  # a copy, 4 bytes
+    SPLIT = "split"  # the 16 bits that the parameter lacks, 2 bytes: the numbers of a copy
+    SPLIT_8 = "split_8"  # of matrices the upper 8 of these, 1 byte: a master of 24 bits
+
+
 @dataclass(frozen=True)
 class OptimizerPolicy:
     """The optimizer and the numbers that are its own.
 
     Attributes:
         loss_scale: of fp16; gradients of other types are not scaled.
-        split_master: the fp32 master of a bf16 parameter is kept as the parameter and the 16 bits
-            that it lacks, 2 bytes less; the parameter is the master rounded half away from zero.
+        master: of 16-bit parameters. One that is split is kept as the bf16 parameter and bits that
+            it lacks; the parameter is the master rounded half away from zero.
     """
 
     name: OptimizerName = OptimizerName.ADAMW
@@ -246,7 +255,12 @@ class OptimizerPolicy:
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     loss_scale: LossScalePolicy = LossScalePolicy()
-    split_master: bool = False
+    master: Master = Master.FP32
+
+    @property
+    def split_master(self) -> bool:
+        """Whether the parameter itself is the upper half of its master."""
+        return self.master is not Master.FP32
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 
 from tightfit.bill.decoder import LayerShape, LinearShape, decoder_tensors
 from tightfit.bill.model_states import (
-    Master,
     StateBytes,
     model_state_bytes,
     tensor_state_bytes,
@@ -25,6 +24,7 @@ from tightfit.facts.workload import Workload
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
+    Master,
     OptimizerName,
     OptimizerPolicy,
     PlacementPolicy,
@@ -126,10 +126,9 @@ def total(table: StateBytes, *kinds: Kind) -> int:
     [
         (BF16, PlacementPolicy(), Master.FP32, 4),
         (BF16, PlacementPolicy(), Master.SPLIT, 2),
-        (BF16, PlacementPolicy(), Master.NONE, 0),
+        (BF16, PlacementPolicy(), Master.SPLIT_8, 1),
         (FP32, PlacementPolicy(), Master.FP32, 0),
         (FP32, HOST, Master.FP32, 4),
-        (FP32, HOST, Master.SPLIT, 4),  # fp32 has no lower half to keep
         (FP32, PlacementPolicy(Tier.HOST, Tier.HOST, Tier.HOST), Master.FP32, 0),
         (BF16, PlacementPolicy(Tier.HOST, Tier.NVME, Tier.HOST), Master.SPLIT, 2),
     ],
@@ -137,8 +136,9 @@ def total(table: StateBytes, *kinds: Kind) -> int:
 def test_masters(
     precision: PrecisionPolicy, placement: PlacementPolicy, master: Master, expected: int
 ) -> None:
-    policies = Policies(precision=precision, placement=placement)
-    table = model_state_bytes(1000, 0, policies, master=master)
+    optimizer = OptimizerPolicy(master=master)
+    policies = Policies(precision=precision, placement=placement, optimizer=optimizer)
+    table = model_state_bytes(1000, 0, policies)
     assert table[placement.optimizer_states].get(Kind.MASTER_WEIGHTS, 0) == 1000 * expected
     assert total(table, Kind.MASTER_WEIGHTS) == 1000 * expected
 
@@ -151,6 +151,7 @@ def test_masters(
         (OptimizerName.SGD, 0),
         (OptimizerName.ADAFACTOR, 0),  # rows and columns: unknown without shapes
         (OptimizerName.ADAMW_8BIT, 2 * (1 + 4 / 256)),
+        (OptimizerName.ADAMW_COMPACT, 2 * (1 + 4 / 256)),
         (OptimizerName.LION_8BIT, 1 + 4 / 256),
     ],
 )

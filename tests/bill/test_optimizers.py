@@ -68,7 +68,7 @@ def test_adamw_counts_steps_in_a_tensor() -> None:
 
 
 def test_moments_per_parameter() -> None:
-    assert [moments(name) for name in OptimizerName] == [2, 2, 1, 1, 0, 0]
+    assert [moments(name) for name in OptimizerName] == [2, 2, 2, 1, 1, 0, 0]
     assert moments(OptimizerName.SGD, momentum=True) == 1
 
 

@@ -21,6 +21,7 @@ from tightfit.errors import UnsupportedError
 from tightfit.ledger import Ledger
 from tightfit.policies import (
     AdapterPolicy,
+    Master,
     OptimizerName,
     OptimizerPolicy,
     PlacementPolicy,
@@ -66,17 +67,17 @@ def possible(**choices: Any) -> Policies | None:
 CASES = [
     (name, policies)
     for number, (name, optimizer) in enumerate(product(PLACEMENTS, OPTIMIZERS))
-    for precision, adapter, split in [
-        (BF16, None, True),
+    for precision, adapter, master in [
+        (BF16, None, (Master.SPLIT, Master.SPLIT_8)[number % 2]),
         (
             (BF16, PrecisionPolicy())[number % 2],
             (None, AdapterPolicy(rank=2))[number // 2 % 2],
-            False,
+            Master.FP32,
         ),
     ]
     for policies in [
         possible(
-            optimizer=OptimizerPolicy(optimizer, split_master=split),
+            optimizer=OptimizerPolicy(optimizer, master=master),
             placement=PLACEMENTS[name],
             precision=precision,
             adapter=adapter,

@@ -155,6 +155,7 @@ def test_qlora_of_65b() -> None:
         (OptimizerName.SGD, True, 4),
         (OptimizerName.ADAFACTOR, False, 0),
         (OptimizerName.ADAMW_8BIT, False, 2 + 2 * 4 / 256),
+        (OptimizerName.ADAMW_COMPACT, False, 2 + 2 * 4 / 256),
         (OptimizerName.LION_8BIT, False, 1 + 4 / 256),
     ],
 )

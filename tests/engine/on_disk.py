@@ -16,7 +16,7 @@ from tightfit.engine.disk_gradients import DiskGradients
 from tightfit.engine.disk_states import DiskStates, DueUpdate
 from tightfit.engine.lazy import DueUpdates
 from tightfit.engine.pipeline import DiskTier
-from tightfit.engine.rules import REMAINDER, Piece, Rule, rule_of
+from tightfit.engine.rules import REMAINDERS, Piece, Rule, rule_of
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.policies import OptimizerPolicy
@@ -74,7 +74,7 @@ class Resident:
     def _make(self, parameter: nn.Parameter, policy: OptimizerPolicy) -> dict[str, torch.Tensor]:
         states = {
             name: torch.empty(elements, dtype=dtype)
-            for name, (elements, dtype) in self._rule.states(parameter.numel()).items()
+            for name, (elements, dtype) in self._rule.states(parameter.shape).items()
         }
         self._rule.initialise(states)
         if not policy.split_master:
@@ -230,4 +230,5 @@ def assert_same(disk: OnDisk, resident: Resident) -> None:
                 assert name not in states
                 continue
             assert torch.equal(states[name].view(-1), state.view(-1)), (index, name)
-        assert REMAINDER not in states or states[REMAINDER].dtype is torch.int16
+        for dtype, name in REMAINDERS.items():
+            assert name not in states or states[name].dtype is dtype

@@ -35,6 +35,7 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    Master,
     OptimizerName,
     OptimizerPolicy,
     PlacementPolicy,
@@ -85,7 +86,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "lion 8 bits": {"optimizer": OptimizerPolicy(OptimizerName.LION_8BIT, 1e-3)},
     "bf16": BF16,
     "bf16 sgd": {"optimizer": OptimizerPolicy(OptimizerName.SGD, 0.1), **BF16},
-    "split": {"optimizer": OptimizerPolicy(split_master=True), **BF16},
+    "split": {"optimizer": OptimizerPolicy(master=Master.SPLIT), **BF16},
     "checkpointing chunked": {
         "checkpointing": CheckpointingPolicy(True),
         "loss": LossPolicy(LossKind.CHUNKED, 5),

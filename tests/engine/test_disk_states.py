@@ -28,12 +28,18 @@ from tightfit.bill.table import Kind, Phase
 from tightfit.engine.disk import DiskError
 from tightfit.errors import DoesNotFitError
 from tightfit.ledger import Ledger
-from tightfit.policies import OptimizerName, OptimizerPolicy, Tier
+from tightfit.policies import Master, OptimizerName, OptimizerPolicy, Tier
 
 __all__ = ["small_pieces"]
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
-RULES = (OptimizerName.ADAMW, OptimizerName.SGD, OptimizerName.LION, OptimizerName.ADAMW_8BIT)
+RULES = (
+    OptimizerName.ADAMW,
+    OptimizerName.SGD,
+    OptimizerName.LION,
+    OptimizerName.ADAMW_8BIT,
+    OptimizerName.ADAMW_COMPACT,
+)
 
 
 @contextmanager
@@ -78,7 +84,7 @@ def test_the_same_numbers(
 def test_parameters_on_the_host_are_updated_there(
     dtype: torch.dtype, split: bool, tmp_path: Path
 ) -> None:
-    policy = OptimizerPolicy(split_master=split)
+    policy = OptimizerPolicy(master=Master.SPLIT if split else Master.FP32)
     resident = Resident(policy, make_parameters(dtype))
     transfer = PostponedTransfer(CPU)
     with on_disk(

@@ -8,10 +8,8 @@ import torch
 from tightfit.engine.moments import (
     WORK_BUFFERS,
     Table,
-    dequantise,
     dynamic_map,
     make_table,
-    quantise,
 )
 
 BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -27,13 +25,13 @@ def _moments(count: int, *, signed: bool) -> torch.Tensor:
 def _quantised(values: torch.Tensor, table: Table) -> Quantised:
     codes = torch.empty(values.numel(), dtype=torch.uint8)
     scales = torch.empty(-(-values.numel() // 256))
-    quantise(values.clone(), codes, scales, table, torch.empty(WORK_BUFFERS * values.numel()))
+    table.narrow(values.clone(), codes, scales, torch.empty(WORK_BUFFERS * values.numel()))
     return codes, scales
 
 
 def _dequantised(codes: torch.Tensor, scales: torch.Tensor, table: Table) -> torch.Tensor:
     out = torch.empty(codes.numel())
-    dequantise(codes, scales, table, out, torch.empty(WORK_BUFFERS * codes.numel()))
+    table.widen(codes, scales, out, torch.empty(WORK_BUFFERS * codes.numel()))
     return out
 
 

@@ -24,6 +24,7 @@ from tightfit.policies import (
     CheckpointingPolicy,
     LossKind,
     LossPolicy,
+    Master,
     OptimizerName,
     Policies,
     PrecisionPolicy,
@@ -98,7 +99,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": PrecisionPolicy("bf16")},
     "split master": {
         "precision": PrecisionPolicy("bf16"),
-        "optimizer": replace(OPTIMIZERS[OptimizerName.ADAMW], split_master=True),
+        "optimizer": replace(OPTIMIZERS[OptimizerName.ADAMW], master=Master.SPLIT),
+    },
+    "seven bytes": {
+        "precision": PrecisionPolicy("bf16"),
+        "optimizer": replace(OPTIMIZERS[OptimizerName.ADAMW_COMPACT], master=Master.SPLIT_8),
     },
 }
 
@@ -108,11 +113,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_other_techniques_go_with_it(run: Make, placement: str, variant: str) -> None:  # noqa: F811
     keys = dict(VARIANTS[variant])
     sizes = {"num_hidden_layers": LAYERS}
+    if variant == "seven bytes":
+        sizes["hidden_size"] = 64  # of matrices of 4096 values moments have 8 bits
     if "tie_word_embeddings" in keys:
         sizes["tie_word_embeddings"] = keys.pop("tie_word_embeddings")
     resident = replace(PLAIN, **keys)
     chosen = PLACEMENTS[placement]
-    if variant == "split master" and (
+    if resident.optimizer.split_master and (
         chosen.parameters is Tier.DEVICE or chosen.parameter_fraction < 1
     ):
         pytest.skip("a split master goes where its parameter is")

@@ -14,6 +14,7 @@ from tightfit.errors import InputError
 from tightfit.facts.job import Job
 from tightfit.interop.documents import Document, document_of
 from tightfit.interop.huggingface import read_llamafactory, read_transformers
+from tightfit.interop.huggingface_writer import write_transformers
 from tightfit.interop.other_names import RENAMED
 from tightfit.interop.reading import Reading
 from tightfit.interop.transformers_keys import SAME
@@ -194,3 +195,9 @@ def test_complaints_about_llamafactory(content: dict[str, Any], message: str) ->
 def test_methods_that_are_off_are_no_reason_to_refuse() -> None:
     off = {"use_galore": False, "galore_rank": 16, "packing": False, "pref_beta": 0.1}
     assert "finetuning_type" in factory(off).implied
+
+
+def test_an_optimizer_that_transformers_does_not_have_becomes_the_nearest() -> None:
+    written = write_transformers({"optim": "adamw_compact"})
+    assert '"optim": "adamw_8bit"' in written.text
+    assert any("transformers has no adamw_compact" in note.why for note in written.notes)

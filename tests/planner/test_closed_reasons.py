@@ -19,6 +19,7 @@ from tightfit.planner.rates import Rates
 from tightfit.policies import (
     AdapterPolicy,
     BatchPolicy,
+    Master,
     OptimizerName,
     OptimizerPolicy,
     PipelineSchedule,
@@ -89,7 +90,7 @@ CASES: dict[str, tuple[Policies, Policies]] = {
         with_optimizer(name=OptimizerName.LION),
     ),
     "split master, and not a master of 32 bits beside each parameter": (
-        with_optimizer(split_master=True),
+        with_optimizer(master=Master.SPLIT),
         BF16,
     ),
 }
@@ -120,7 +121,7 @@ def test_the_bytes_of_a_split_master_and_of_a_packed_base(
     """By numbers that nobody in the planner works out: two bytes a parameter, and of a base in 4
     bits with its scales no more than 0.6 bytes of the two."""
     count = on_card.run(BF16).trainable
-    (split,) = said(with_optimizer(split_master=True))
+    (split,) = said(with_optimizer(master=Master.SPLIT))
     assert f"take {format_bytes(2 * count)} less on the device" in split
     run = on_card.counts(QLORA)
     states = [on_card.least_states(p) for p in (replace(QLORA, quantisation=None), QLORA)]
@@ -146,7 +147,7 @@ def test_a_lazy_step_takes_less_time_on_a_card(said: Callable[..., list[str]]) -
 
 def test_what_would_be_missing_is_said(said: Callable[..., list[str]], on_card: Pricing) -> None:
     least = on_card.least_bill(BF16).peak_bytes(Tier.DEVICE)
-    split = with_optimizer(split_master=True)
+    split = with_optimizer(master=Master.SPLIT)
     (reason,) = said(split, Limits(device_bytes=least - 1))
     assert reason.endswith("; without it at least 1 B would be missing")
     (reason,) = said(split, Limits(device_bytes=least))

@@ -18,7 +18,14 @@ from tightfit.planner.fractions import (
     with_fraction,
 )
 from tightfit.planner.pricing import Pricing
-from tightfit.policies import OptimizerPolicy, PlacementPolicy, Policies, PrecisionPolicy, Tier
+from tightfit.policies import (
+    Master,
+    OptimizerPolicy,
+    PlacementPolicy,
+    Policies,
+    PrecisionPolicy,
+    Tier,
+)
 
 ON_HOST = PlacementPolicy(Tier.HOST, Tier.HOST)
 
@@ -54,7 +61,7 @@ def test_all_and_nothing_are_the_closed_forms(pricing: Pricing, tier: Tier) -> N
 def test_a_split_master_is_half_as_large(pricing: Pricing) -> None:
     run = pricing.run(pricing.plain)
     bf16 = Policies(precision=PrecisionPolicy("bf16"))
-    split = replace(bf16, optimizer=OptimizerPolicy(split_master=True))
+    split = replace(bf16, optimizer=OptimizerPolicy(master=Master.SPLIT))
     masters = [state_bytes(run, p)[Tier.DEVICE][Kind.MASTER_WEIGHTS] for p in (bf16, split)]
     assert masters == [4 * run.trainable, 2 * run.trainable]
 

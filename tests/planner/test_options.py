@@ -189,8 +189,8 @@ def test_what_changes_numbers_is_a_fall_back_only_where_it_is_allowed(
 
 def test_optimizers_that_are_allowed_are_combined(job: MakeJob) -> None:
     found = options(job(allow=["split-master", "8bit-optimizer"]), precision="bf16")
-    states = [(w.fixed.optimizer.name, w.fixed.optimizer.split_master) for w in found.allowed]
-    assert states == [("adamw", True), ("adamw_8bit", False), ("adamw_8bit", True)]
+    states = [(w.fixed.optimizer.name, w.fixed.optimizer.master) for w in found.allowed]
+    assert states == [("adamw", "split"), ("adamw_8bit", "fp32"), ("adamw_8bit", "split")]
     assert all(found.way_of(next(found.candidates(way))) == way for way in found.allowed)
 
 

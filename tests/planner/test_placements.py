@@ -17,6 +17,7 @@ from tightfit.planner.placements import (
 from tightfit.planner.words import count_techniques, describe_policies
 from tightfit.policies import (
     AdapterPolicy,
+    Master,
     OptimizerPolicy,
     PlacementPolicy,
     Policies,
@@ -164,7 +165,7 @@ def test_a_split_masters_parameters_do_not_come_back_alone(tier: Tier) -> None:
     split = Policies(
         placement=PlacementPolicy(HOST, tier, tier),
         precision=PrecisionPolicy("bf16"),
-        optimizer=OptimizerPolicy(split_master=True),
+        optimizer=OptimizerPolicy(master=Master.SPLIT),
     )
     (back,) = dict(without_placement(split)).values()
     assert back.placement == PlacementPolicy()

@@ -124,7 +124,7 @@ def test_the_optimizers_numbers_are_the_jobs(path: Path, plan: Planner) -> None:
     """A plan made with one learning rate must not undo another one on the command line."""
     assert set(yaml.safe_load(path.read_text())["policies"]["optimizer"]) == {
         "name",
-        "split_master",
+        "master",
     }
     used = plan(plan=str(path), learning_rate=0.25, max_grad_norm=0).policies.optimizer
     assert (used.learning_rate, used.max_grad_norm) == (0.25, 0)
@@ -162,7 +162,7 @@ def test_the_optimizers_numbers_are_the_jobs(path: Path, plan: Planner) -> None:
         (lambda p: p.update(adapter={"targets": "q_proj"}), r"adapter\.targets: 'q_proj'"),
         (lambda p: p.update(batch=3), r"policies\.batch: 3"),
         (lambda p: p.update(optimizer={"learning_rate": 1}), r"set learning_rate.*in the job"),
-        (lambda p: p.update(optimizer="adamw"), r"only name and split_master are read"),
+        (lambda p: p.update(optimizer="adamw"), r"only name and master are read"),
         (lambda p: p["optimizer"].update(name="adamq"), r"optimizer\.name: 'adamq'"),
     ],
 )

@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "away": AWAY,
     "8bit": {"optim": "adamw_8bit"},
+    "compact": {"optim": "adamw_compact", "optim_master": "split_8", "precision": "bf16"},
     # Seven samples in batches of 4, and four held out, of which one rank gets three.
     "uneven": {"val_size": 4, "per_device_eval_batch_size": 3},
     "held": {"val_size": 1},
@@ -123,6 +124,9 @@ CASES: dict[str, list[tuple[int, int | dict[str, Any], int]]] = {
     "phi3 from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
     "phi3 from tensor parallel to stages": [(2, TENSOR, LATER), (2, STAGES, STEPS)],
     "phi3 from stages to others": [(2, STAGES, LATER), (2, FULLER_FIRST, STEPS)],
+    "compact on 1": [(1, 0, STEPS)],
+    "compact from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
+    "compact from stages to 2": [(2, STAGES, LATER), (2, 3, STEPS)],
     "8bit on 1": [(1, 0, STEPS)],
     "8bit from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
     "8bit from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
@@ -150,7 +154,7 @@ FEW = [
 ]
 SEVERAL = only(FEW, [name for name in CASES if "on 1" not in name])
 # Blocks of 8-bit moments begin elsewhere where a parameter is shared out.
-TOLERANCE = dict.fromkeys(KINDS, 1e-5) | {"8bit": 5e-3, "bf16": 5e-3}
+TOLERANCE = dict.fromkeys(KINDS, 1e-5) | {"8bit": 5e-3, "compact": 5e-3, "bf16": 5e-3}
 
 
 @pytest.fixture(scope="module")

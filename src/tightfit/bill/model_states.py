@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import chain
 from math import prod
 
@@ -23,19 +22,14 @@ from tightfit.bill.quantised import quantised_shapes
 from tightfit.bill.shards import Group, ModelTensors, Tensor
 from tightfit.bill.table import Kind
 from tightfit.bill.whole import keeps_whole_gradients, keeps_whole_parameters
-from tightfit.policies import OptimizerName, Policies, QuantisationPolicy, Tier
+from tightfit.policies import Master, OptimizerName, Policies, QuantisationPolicy, Tier
 
 StateBytes = Mapping[Tier, Mapping[Kind, int]]
 INT8_BITS = 8
 RESIDENT_LAYERS = 2  # the one that computes and the one that is gathered meanwhile
 
 
-class Master(StrEnum):
-    """How an optimizer keeps 32 bits of a parameter that it cannot update itself."""
-
-    FP32 = "fp32"  # a copy, 4 bytes
-    SPLIT = "split"  # the 16 bits that the parameter lacks, 2 bytes; needs a 16-bit parameter
-    NONE = "none"  # nothing: the update rounds to the parameter's own type
+_REMAINDER_BYTES = {Master.SPLIT: 2, Master.SPLIT_8: 1}
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class Widths:
     master: int
 
 
-def state_widths(policies: Policies, master: Master | None = None) -> Widths:
+def state_widths(policies: Policies) -> Widths:
     """Bytes per value under `policies`, of what is placed as they say.
 
     A gradient has its parameter's type; adapters are fp32 on a base of any type, as peft makes
@@ -56,25 +50,20 @@ def state_widths(policies: Policies, master: Master | None = None) -> Widths:
 
     Args:
         policies: precision, placement, optimizer and adapter are read.
-        master: how masters are kept; as the optimizer's policy says when None.
     """
     base = policies.precision.parameter_bytes
     trainable = base if policies.adapter is None else FP32_BYTES
     placement = policies.placement
     on_device = placement.parameters is Tier.DEVICE
     elsewhere = on_device and placement.optimizer_states is not Tier.DEVICE
-    return Widths(trainable, base, _master_width(policies, master, trainable, elsewhere=elsewhere))
+    master = _master_width(policies.optimizer.master, trainable, elsewhere=elsewhere)
+    return Widths(trainable, base, master)
 
 
-def _master_width(
-    policies: Policies, master: Master | None, trainable: int, *, elsewhere: bool
-) -> int:
-    if master is None:
-        master = Master.SPLIT if policies.optimizer.split_master else Master.FP32
-    if master is Master.NONE or (trainable == FP32_BYTES and not elsewhere):
-        return 0
-    split = master is Master.SPLIT and trainable < FP32_BYTES
-    return FP32_BYTES - trainable if split else FP32_BYTES
+def _master_width(master: Master, trainable: int, *, elsewhere: bool) -> int:
+    if trainable == FP32_BYTES:
+        return FP32_BYTES if elsewhere else 0
+    return _REMAINDER_BYTES.get(master, FP32_BYTES)
 
 
 def model_state_bytes(
@@ -83,14 +72,14 @@ def model_state_bytes(
     policies: Policies,
     *,
     quantised: int = 0,
-    master: Master | None = None,
 ) -> StateBytes:
     """Bytes by tier and kind on one rank, from counts alone: a lower bound.
 
     On one rank it is exact but for what needs shapes: step counters, the padding of shards and of
     a disk's blocks, layers that are gathered or fetched, and Adafactor's states, which go by rows
-    and columns. On nvme it has what a step reads and writes, which lies there twice. Of a pipeline
-    it is an average stage, whatever layers each one has.
+    and columns, and 8-bit remainders, of which vectors have 16 bits. On nvme it has what a step
+    reads and writes, which lies there twice. Of a pipeline it is an
+    average stage, whatever layers each one has.
 
     Args:
         trainable: number of parameters that get gradients.
@@ -98,11 +87,10 @@ def model_state_bytes(
         policies: precision, placement, sharding, optimizer, quantisation and adapter are read;
             fractions are not, as counts have no layers: all is placed alike.
         quantised: number of frozen parameters stored in few bits.
-        master: how masters are kept; as the optimizer's policy says when None.
     """
     stages, chunks = policies.sharding.pipeline_parallel, policies.sharding.virtual_stages
     model = ModelTensors.flat(trainable, frozen, quantised, layers=stages * chunks)
-    shapes = _Shapes(policies, master, resident_layers=0, momentum=False, exact=False)
+    shapes = _Shapes(policies, resident_layers=0, momentum=False, exact=False)
     table = shapes.stage_bytes(model.stage(0, stages, chunks))
     if policies.optimizer.name is OptimizerName.ADAFACTOR:
         table.get(policies.placement.optimizer_states, {}).pop(Kind.OPTIMIZER_STATES, None)
@@ -121,7 +109,6 @@ def tensor_state_bytes(
     model: ModelTensors,
     policies: Policies,
     *,
-    master: Master | None = None,
     momentum: bool = False,
     resident_layers: int = RESIDENT_LAYERS,
 ) -> StateBytes:
@@ -133,7 +120,6 @@ def tensor_state_bytes(
     Args:
         model: shapes of all parameters.
         policies: as in `model_state_bytes`, fractions included.
-        master: how masters are kept; as the optimizer's policy says when None.
         momentum: whether SGD has one; the engine's has none.
         resident_layers: layers whose whole parameters are on the device at a time, where ranks
             share them.
@@ -142,7 +128,7 @@ def tensor_state_bytes(
     """
     sharding = policies.sharding
     stages, chunks = sharding.pipeline_parallel, sharding.virtual_stages
-    shapes = _Shapes(policies, master, resident_layers, momentum, exact=True)
+    shapes = _Shapes(policies, resident_layers, momentum, exact=True)
     tables = [
         shapes.stage_bytes(model.stage(number, stages, chunks, sharding.stage_layers))
         for number in range(stages)
@@ -163,7 +149,6 @@ class _Shapes:
     """Turns shapes into bytes under fixed choices; `exact` with all that needs shapes."""
 
     policies: Policies
-    master: Master | None
     resident_layers: int
     momentum: bool
     exact: bool
@@ -211,9 +196,7 @@ class _Shapes:
         """Master, moments and counter; counters of states on a disk are on the host."""
         tensor, count = own.tensor, own.tensor.count
         elsewhere = own.states is not Tier.DEVICE and own.values is Tier.DEVICE
-        width = _master_width(
-            self.policies, self.master, self._widths.trainable, elsewhere=elsewhere
-        )
+        width = self._master_width(tensor, elsewhere=elsewhere)
         masters = width * tensor.elements
         moments = moment_bytes(tensor.shape, self.policies.optimizer.name, momentum=self.momentum)
         slots, counters = 1, own.states
@@ -225,6 +208,13 @@ class _Shapes:
         if self.exact:
             counter = counter_bytes(self.policies.optimizer.name)
             table.add(counters, Kind.OPTIMIZER_STATES, count * counter)
+
+    def _master_width(self, tensor: Tensor, *, elsewhere: bool) -> int:
+        """Of a vector no half of a remainder is kept."""
+        master = self.policies.optimizer.master
+        if self.exact and master is Master.SPLIT_8 and len(tensor.shape) < 2:
+            master = Master.SPLIT
+        return _master_width(master, self._widths.trainable, elsewhere=elsewhere)
 
     def _record_bytes(self, tensor: Tensor, master_width: int) -> int:
         """All states of a tensor as they lie on a disk, in one slot."""
@@ -255,7 +245,7 @@ class _Shapes:
 
     @property
     def _widths(self) -> Widths:
-        return state_widths(self.policies, self.master)
+        return state_widths(self.policies)
 
     def _parameter_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of shards, each as long as the first one. One shard is the whole."""

@@ -12,7 +12,7 @@ from tightfit.bill.shards import ceil_divide
 from tightfit.policies import OptimizerName
 
 FP32_BYTES = 4
-BLOCK_8BIT = 256  # values per fp32 scale in bitsandbytes' 8-bit optimizers
+BLOCK_8BIT = 256  # values per fp32 scale in bitsandbytes' 8-bit optimizers, and in ours
 MIN_8BIT_VALUES = 4096  # bitsandbytes keeps smaller tensors in fp32
 
 # Tensors of the parameter's own shape: AdamW https://arxiv.org/abs/1412.6980, Lion
@@ -20,13 +20,19 @@ MIN_8BIT_VALUES = 4096  # bitsandbytes keeps smaller tensors in fp32
 _MOMENTS = {
     OptimizerName.ADAMW: 2,
     OptimizerName.ADAMW_8BIT: 2,
+    OptimizerName.ADAMW_COMPACT: 2,
     OptimizerName.LION: 1,
     OptimizerName.LION_8BIT: 1,
     OptimizerName.SGD: 0,
 }
-_8BIT = (OptimizerName.ADAMW_8BIT, OptimizerName.LION_8BIT)
+EIGHT_BIT = (OptimizerName.ADAMW_8BIT, OptimizerName.LION_8BIT, OptimizerName.ADAMW_COMPACT)
 # These correct or decay by the number of steps, an fp32 scalar per parameter.
-_COUNTING = (OptimizerName.ADAMW, OptimizerName.ADAMW_8BIT, OptimizerName.ADAFACTOR)
+_COUNTING = (
+    OptimizerName.ADAMW,
+    OptimizerName.ADAMW_8BIT,
+    OptimizerName.ADAMW_COMPACT,
+    OptimizerName.ADAFACTOR,
+)
 
 
 def moments(name: OptimizerName, *, momentum: bool = False) -> int:
@@ -46,14 +52,14 @@ def moment_bytes(shape: tuple[int, ...], name: OptimizerName, *, momentum: bool 
     if name is OptimizerName.ADAFACTOR:
         return FP32_BYTES * _factored_values(shape)
     values = prod(shape)
-    each = _block_wise_bytes(values) if name in _8BIT else FP32_BYTES * values
+    each = _block_wise_bytes(values) if name in EIGHT_BIT else FP32_BYTES * values
     return moments(name, momentum=momentum) * each
 
 
 def moment_widths(values: int, name: OptimizerName) -> tuple[tuple[int, ...], int]:
     """Bytes per value of each moment of a parameter of so many values, and how many of them have
     scales; none of Adafactor, whose states do not go by value."""
-    eight_bit = name in _8BIT and values >= MIN_8BIT_VALUES
+    eight_bit = name in EIGHT_BIT and values >= MIN_8BIT_VALUES
     count = moments(name)
     return (1 if eight_bit else FP32_BYTES,) * count, count if eight_bit else 0
 

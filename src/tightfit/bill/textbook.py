@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tightfit.bill.model_states import INT8_BITS, StateBytes
-from tightfit.bill.optimizers import BLOCK_8BIT, FP32_BYTES, moments
+from tightfit.bill.optimizers import BLOCK_8BIT, EIGHT_BIT, FP32_BYTES, moments
 from tightfit.bill.quantised import SCALES_PER_GROUP
 from tightfit.bill.shards import ModelTensors
 from tightfit.bill.table import Kind
@@ -21,7 +21,6 @@ from tightfit.policies import OptimizerName, Policies, QuantisationPolicy, Tier
 FP16_BYTES = 2
 ADAM_STATE_BYTES = 12  # fp32 master, momentum and variance: K in https://arxiv.org/abs/1910.02054
 BITS_PER_BYTE = 8
-_8BIT = (OptimizerName.ADAMW_8BIT, OptimizerName.LION_8BIT)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def optimizer_bytes_per_parameter(name: OptimizerName, *, momentum: bool = False
     scale per block (https://arxiv.org/abs/2110.02861); 0 for Adafactor, whose states grow with rows
     and columns only (https://arxiv.org/abs/1804.04235).
     """
-    each = 1 + FP32_BYTES / BLOCK_8BIT if name in _8BIT else FP32_BYTES
+    each = 1 + FP32_BYTES / BLOCK_8BIT if name in EIGHT_BIT else FP32_BYTES
     return moments(name, momentum=momentum) * each
 
 

@@ -39,7 +39,7 @@ def entry_of(
 ) -> Path:
     """The file that holds, or would hold, this dry run."""
     optimizer = policies.optimizer
-    numbers = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)  # takes memory
+    numbers = OptimizerPolicy(optimizer.name, master=optimizer.master)  # takes memory
     described = {
         "config": config,
         "policies": {**asdict(policies), "optimizer": asdict(numbers)},

@@ -114,6 +114,7 @@ _SGD = Arithmetic((), counts=False, spare=False, apply=sgd)
 ARITHMETIC = {
     OptimizerName.ADAMW: _ADAMW,
     OptimizerName.ADAMW_8BIT: _ADAMW,
+    OptimizerName.ADAMW_COMPACT: _ADAMW,
     OptimizerName.LION: _LION,
     OptimizerName.LION_8BIT: _LION,
     OptimizerName.SGD: _SGD,

@@ -29,7 +29,7 @@ from tightfit.engine.disk_gradients import DiskGradient
 from tightfit.engine.disk_parameters import DiskParameters
 from tightfit.engine.disk_records import MASTER, Entries, Record, Records, States
 from tightfit.engine.pipeline import DiskTier, Part, ReadAhead
-from tightfit.engine.rules import REMAINDER, Piece, Rule, Scratch
+from tightfit.engine.rules import REMAINDERS, Piece, Rule, Scratch
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.ledger import local_part
@@ -287,7 +287,7 @@ class DiskStates:
         else:
             gradient = due.gradient.view(-1)[record.begin : record.end]
         weight = states.pop(MASTER, None)
-        if weight is None and REMAINDER not in states:
+        if weight is None and states.keys().isdisjoint(REMAINDERS.values()):
             weight = values
         narrow = None
         if due.parameter.dtype is not torch.float32:
@@ -353,6 +353,6 @@ class DiskStates:
 
 def _entries(parameter: nn.Parameter, rule: Rule, *, master: bool) -> Entries:
     """States of a parameter, its master first."""
-    values = local_part(parameter).numel()
-    masters: Entries = {MASTER: (values, torch.float32)} if master else {}
-    return {**masters, **rule.states(values)}
+    shape = local_part(parameter).shape
+    masters: Entries = {MASTER: (shape.numel(), torch.float32)} if master else {}
+    return {**masters, **rule.states(shape)}

@@ -1,8 +1,9 @@
 """Moments of 8 bits: a code per value and an fp32 scale per block of 256 values.
 
-The codes are those of bitsandbytes' 8-bit optimizers (https://arxiv.org/abs/2110.02861). Encoding
-looks the upper 16 bits of a value up in a table, since a search takes fifty times as long on a CPU:
-a value within 1/256 of the middle between two codes may get the farther one. A moment that is never
+The codes of this module are those of bitsandbytes' 8-bit optimizers
+(https://arxiv.org/abs/2110.02861); others are in `companding.py`. Encoding looks the upper 16 bits
+of a value up in a table, since a search takes fifty times as long on a CPU: a value within 1/256 of
+the middle between two codes may get the farther one. A moment that is never
 negative and not 0 does not become 0 either, as updates divide by its root. Allocates nothing but
 the tables. Knows nothing of optimizers.
 """
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,15 +27,56 @@ WORK_BUFFERS = 2  # fp32 values of work memory for each value
 _DECADES = 7
 _KEYS = 2**16  # upper halves of an fp32 value
 # A scale no smaller keeps 0/0 away and is an ordinary fp32 value.
-_SMALLEST_SCALE = 1e-37
+SMALLEST_SCALE = 1e-37
+
+
+class Code(Protocol):
+    """What the codes of a moment stand for."""
+
+    def widen(self, codes: Tensor, scales: Tensor, out: Tensor, work: Tensor) -> None:
+        """Fill `out`.
+
+        Args:
+            codes: uint8 `[values]`.
+            scales: fp32 `[blocks]`; the last block may be short.
+            out: fp32 `[values]`.
+            work: fp32, at least `[WORK_BUFFERS * values]`, overwritten.
+        """
+
+    def narrow(self, values: Tensor, codes: Tensor, scales: Tensor, work: Tensor) -> None:
+        """Fill `codes` and `scales` with what comes nearest to `values`, which is overwritten.
+
+        Shapes are those of `widen`.
+        """
 
 
 @dataclass(frozen=True)
 class Table:
-    """What codes stand for: `decode` is fp32 `[256]`, `encode` uint8 `[65536]`."""
+    """A `Code` by look-up: `decode` is fp32 `[256]`, `encode` uint8 `[65536]`."""
 
     decode: Tensor
     encode: Tensor
+
+    def widen(self, codes: Tensor, scales: Tensor, out: Tensor, work: Tensor) -> None:
+        """See `Code.widen`."""
+        index = work[: 2 * codes.numel()].view(torch.int64)
+        index.copy_(codes)
+        torch.index_select(self.decode, 0, index, out=out)
+        for values, of_block in blocks(out, scales):
+            values.mul_(of_block)
+
+    def narrow(self, values: Tensor, codes: Tensor, scales: Tensor, work: Tensor) -> None:
+        """See `Code.narrow`."""
+        magnitudes = work[: values.numel()]
+        torch.abs(values, out=magnitudes)
+        for absolute, of_block in blocks(magnitudes, scales):
+            torch.amax(absolute, dim=1, keepdim=True, out=of_block)
+        scales.clamp_(min=SMALLEST_SCALE)
+        for part, of_block in blocks(values, scales):
+            part.div_(of_block)
+        index = values.view(torch.int32)
+        index.bitwise_right_shift_(16).add_(_KEYS // 2)
+        torch.index_select(self.encode, 0, index, out=codes)
 
 
 def make_table(device: torch.device, *, signed: bool) -> Table:
@@ -84,40 +127,7 @@ def _middle(half: int) -> float:
     return value
 
 
-def dequantise(codes: Tensor, scales: Tensor, table: Table, out: Tensor, work: Tensor) -> None:
-    """Fill `out`.
-
-    Args:
-        codes: uint8 `[values]`.
-        scales: fp32 `[blocks]`; the last block may be short.
-        out: fp32 `[values]`.
-        work: fp32, at least `[2 * values]`, overwritten.
-    """
-    index = work[: 2 * codes.numel()].view(torch.int64)
-    index.copy_(codes)
-    torch.index_select(table.decode, 0, index, out=out)
-    for values, of_block in _blocks(out, scales):
-        values.mul_(of_block)
-
-
-def quantise(values: Tensor, codes: Tensor, scales: Tensor, table: Table, work: Tensor) -> None:
-    """Fill `codes` and `scales` with what comes nearest to `values`, which is overwritten.
-
-    Shapes are those of `dequantise`.
-    """
-    magnitudes = work[: values.numel()]
-    torch.abs(values, out=magnitudes)
-    for absolute, of_block in _blocks(magnitudes, scales):
-        torch.amax(absolute, dim=1, keepdim=True, out=of_block)
-    scales.clamp_(min=_SMALLEST_SCALE)
-    for part, of_block in _blocks(values, scales):
-        part.div_(of_block)
-    index = values.view(torch.int32)
-    index.bitwise_right_shift_(16).add_(_KEYS // 2)
-    torch.index_select(table.encode, 0, index, out=codes)
-
-
-def _blocks(values: Tensor, scales: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+def blocks(values: Tensor, scales: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
     """`values` by blocks, `[blocks, 256]` and what is left `[1, rest]`, with scales `[.., 1]`."""
     whole = values.numel() // BLOCK_8BIT
     parts = [(values[: whole * BLOCK_8BIT].view(whole, BLOCK_8BIT), scales[:whole].unsqueeze(1))]

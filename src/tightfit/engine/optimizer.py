@@ -205,10 +205,10 @@ class PlacedOptimizer(torch.optim.Optimizer):
         with ledger.labelled(Kind.OPTIMIZER_STATES, tier):
             if self._rule.counts_steps:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for name, (elements, dtype) in self._rule.states(values.numel()).items():
+            for name, (elements, dtype) in self._rule.states(values.shape).items():
                 shape = values.shape if elements == values.numel() else (elements,)
                 state[name] = torch.empty(shape, dtype=dtype, device=device)
-        self._rule.initialise({name: state[name] for name in self._rule.states(values.numel())})
+        self._rule.initialise({name: state[name] for name in self._rule.states(values.shape)})
         return state
 
     def _needs_master(self, parameter: nn.Parameter, tier: Tier) -> bool:
@@ -346,7 +346,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
         piece = Piece(
             None if weight is None else weight.view(-1),
             gradient.view(-1),
-            {name: state[name].view(-1) for name in self._rule.states(values.numel())},
+            {name: state[name].view(-1) for name in self._rule.states(values.shape)},
             state.get("step"),
             None if narrow is None else narrow.view(-1),
         )

@@ -8,8 +8,9 @@ optimizers. Knows nothing of models, of when an update is due, or of where memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,13 +19,16 @@ from torch._guards import detect_fake_mode
 from tightfit.bill.optimizers import BLOCK_8BIT, MIN_8BIT_VALUES
 from tightfit.bill.shards import ceil_divide
 from tightfit.engine.arithmetic import ARITHMETIC, Arithmetic, Numbers, Wide
-from tightfit.engine.moments import WORK_BUFFERS, Table, dequantise, make_table, quantise
+from tightfit.engine.companding import Root, Softsign
+from tightfit.engine.moments import WORK_BUFFERS, Code, make_table
 from tightfit.errors import UnsupportedError
-from tightfit.policies import OptimizerName, OptimizerPolicy
+from tightfit.policies import Master, OptimizerName, OptimizerPolicy
 
 CHUNK_VALUES = 2**18  # a few fp32 buffers of it stay in a processor's L3 cache
-REMAINDER = "remainder"
-SCALES = "_scales"  # ends the name of a moment's scales
+REMAINDERS = {torch.int16: "remainder", torch.int8: "remainder_8"}
+_TREE, _COMPANDED = "_scales", "_peaks"
+SCALES = (_TREE, _COMPANDED)  # end the name of a moment's scales, and say what its codes mean
+_DROPPED_BITS = 8  # of a master whose remainder has 8
 _NEVER_NEGATIVE = ("exp_avg_sq",)
 
 
@@ -67,7 +71,7 @@ class Scratch:
         gradient, weight: a chunk of what is kept in 16 bits, widened.
         moments: a chunk of each that is kept in 8 bits, dequantised.
         work: what the arithmetic, splitting and quantising use by turns.
-        tables: of the 8-bit moments.
+        codes: of the 8-bit moments.
     """
 
     chunk_values: int
@@ -75,7 +79,7 @@ class Scratch:
     weight: Tensor
     moments: Mapping[str, Tensor]
     work: Tensor
-    tables: Mapping[str, Table]
+    codes: Mapping[str, Code]
 
 
 class Rule:
@@ -83,34 +87,38 @@ class Rule:
 
     Args:
         arithmetic: the optimizer.
-        eight_bit: whether the moments of large parameters are kept in 8 bits.
-        split_master: whether there is no fp32 master but a bf16 parameter and a remainder.
+        scales: ends the names of scales, if the moments of large parameters are kept in 8 bits.
+        master: split, if there is no fp32 master but a bf16 parameter and a remainder.
     """
 
-    def __init__(self, arithmetic: Arithmetic, *, eight_bit: bool, split_master: bool) -> None:
+    def __init__(self, arithmetic: Arithmetic, scales: str | None, master: Master) -> None:
         self._arithmetic = arithmetic
-        self._quantised = arithmetic.moments if eight_bit else ()
-        self._split_master = split_master
+        self._quantised = () if scales is None else arithmetic.moments
+        self._scales = scales or ""
+        self._master = master
 
     @property
     def counts_steps(self) -> bool:
         """Whether a piece needs the number of the step."""
         return self._arithmetic.counts
 
-    def states(self, values: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Tensors that a parameter of so many values needs, as (elements, type) by name.
+    def states(self, shape: tuple[int, ...]) -> dict[str, tuple[int, torch.dtype]]:
+        """Tensors that a parameter of this shape needs, as (elements, type) by name.
 
         The step counter and an fp32 master are not among them; a split master's remainder is.
         """
         found: dict[str, tuple[int, torch.dtype]] = {}
+        values = prod(shape)
         for name in self._arithmetic.moments:
             if name in self._quantised and values >= MIN_8BIT_VALUES:
                 found[name] = (values, torch.uint8)
-                found[name + SCALES] = (ceil_divide(values, BLOCK_8BIT), torch.float32)
+                found[name + self._scales] = (ceil_divide(values, BLOCK_8BIT), torch.float32)
             else:
                 found[name] = (values, torch.float32)
-        if self._split_master:
-            found[REMAINDER] = (values, torch.int16)
+        if self._master is not Master.FP32:
+            short = self._master is Master.SPLIT_8 and len(shape) >= 2
+            dtype = torch.int8 if short else torch.int16
+            found[REMAINDERS[dtype]] = (values, dtype)
         return found
 
     def initialise(self, states: Mapping[str, Tensor]) -> None:
@@ -140,19 +148,19 @@ class Rule:
     def scratch(self, memory: Tensor, gradient_type: torch.dtype) -> Scratch:
         """Divide `memory` up: fp32 `[scratch_values]`, on the tier where updates run.
 
-        Makes tables of 65 KiB for each 8-bit moment, on the same device.
+        Makes tables of 65 KiB for each moment of bitsandbytes' 8 bits, on the same device.
         """
         buffers = self._buffers(gradient_type)
         chunk = memory.numel() // sum(buffers) if any(buffers) else CHUNK_VALUES
         gradient, weight, moments, work = memory.split([chunk * count for count in buffers])
         names = self._quantised
-        tables = {name: make_table(memory.device, signed=_signed(name)) for name in names}
+        codes = {name: _code(name, self._scales, memory.device) for name in names}
         by_name = dict(zip(names, moments.split(chunk), strict=False))
-        return Scratch(chunk, gradient, weight, by_name, work, tables)
+        return Scratch(chunk, gradient, weight, by_name, work, codes)
 
     def _buffers(self, gradient_type: torch.dtype) -> tuple[int, int, int, int]:
         """Chunks of scratch memory for gradient, weight, moments and work."""
-        splits = int(self._split_master)
+        splits = int(self._master is not Master.FP32)
         work = max(splits, int(self._arithmetic.spare), WORK_BUFFERS if self._quantised else 0)
         return int(gradient_type is not torch.float32), splits, len(self._quantised), work
 
@@ -217,21 +225,28 @@ class Rule:
         if piece.weight is not None:
             return piece.weight
         assert piece.narrow is not None
-        weight = scratch.weight[: piece.values].copy_(piece.narrow)
-        low = scratch.work[: piece.values].view(torch.int32).copy_(piece.states[REMAINDER])
+        weight, remainder = scratch.weight[: piece.values].copy_(piece.narrow), _remainder(piece)
+        low = scratch.work[: piece.values].view(torch.int32).copy_(remainder)
+        if remainder.dtype is torch.int8:
+            low.bitwise_left_shift_(_DROPPED_BITS)
         weight.view(torch.int32).add_(low)
         return weight
 
     def _keep_weight(self, piece: Piece, weight: Tensor, scratch: Scratch) -> None:
         """Write the parameter, and what it lacks of a split master.
 
-        The remainder is the lower 16 bits as a signed number. Without it the upper bits are the
-        master rounded to bf16, half away from zero.
+        The remainder is the lower 16 bits as a signed number, or the upper 8 of these, to which the
+        master is rounded: by 2^-16 of its size at most. Without it the upper bits are the master
+        rounded to bf16, half away from zero.
         """
         if piece.weight is None:
-            bits, remainder = weight.view(torch.int32), piece.states[REMAINDER]
+            bits, remainder = weight.view(torch.int32), _remainder(piece)
+            if remainder.dtype is torch.int8:
+                bits.add_(1 << (_DROPPED_BITS - 1)).bitwise_right_shift_(_DROPPED_BITS)
             remainder.copy_(bits)
             bits.sub_(scratch.work[: piece.values].view(torch.int32).copy_(remainder))
+            if remainder.dtype is torch.int8:
+                bits.bitwise_left_shift_(_DROPPED_BITS)
         if piece.narrow is not None:
             piece.narrow.copy_(weight)
 
@@ -241,16 +256,22 @@ class Rule:
         if moment.dtype is torch.float32:
             return moment
         wide = scratch.moments[name][: piece.values]
-        scales = piece.states[name + SCALES]
-        dequantise(moment, scales, scratch.tables[name], wide, scratch.work)
+        scratch.codes[name].widen(moment, piece.states[name + self._scales], wide, scratch.work)
         return wide
 
     def _keep_moment(self, piece: Piece, name: str, wide: Tensor, scratch: Scratch) -> None:
         """Quantise a moment that is kept in 8 bits."""
         moment = piece.states[name]
         if moment is not wide:
-            scales = piece.states[name + SCALES]
-            quantise(wide, moment, scales, scratch.tables[name], scratch.work)
+            scales = piece.states[name + self._scales]
+            scratch.codes[name].narrow(wide, moment, scales, scratch.work)
+
+
+_SCALES_OF = {
+    OptimizerName.ADAMW_8BIT: _TREE,
+    OptimizerName.LION_8BIT: _TREE,
+    OptimizerName.ADAMW_COMPACT: _COMPANDED,
+}
 
 
 def rule_of(policy: OptimizerPolicy) -> Rule:
@@ -264,27 +285,44 @@ def rule_of(policy: OptimizerPolicy) -> Rule:
             f"{policy.name} is priced but does not train yet: it works on whole rows and columns; "
             "adamw_8bit and lion_8bit have small states too"
         )
-    eight_bit = policy.name in (OptimizerName.ADAMW_8BIT, OptimizerName.LION_8BIT)
-    return Rule(ARITHMETIC[policy.name], eight_bit=eight_bit, split_master=policy.split_master)
+    scales = _SCALES_OF.get(policy.name)
+    return Rule(ARITHMETIC[policy.name], scales, policy.master)
 
 
-def widened(name: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """The fp32 values `[values]` of an 8-bit moment of that name."""
-    table = make_table(codes.device, signed=_signed(name))
+def scales_of(name: str, states: Collection[str]) -> str | None:
+    """The name of a moment's scales, if it has any.
+
+    Args:
+        name: of the moment.
+        states: names of all states of its parameter.
+    """
+    return next((name + scales for scales in SCALES if name + scales in states), None)
+
+
+def widened(codes: Tensor, scales: Tensor, name: str) -> Tensor:
+    """The fp32 values `[values]` of an 8-bit moment.
+
+    Args:
+        name: of its scales.
+    """
     values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    dequantise(codes.view(-1), scales, table, values, values.new_empty(2 * values.numel()))
+    work = values.new_empty(WORK_BUFFERS * values.numel())
+    _code_of(name, codes.device).widen(codes.view(-1), scales, values, work)
     return values
 
 
-def narrowed(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of an 8-bit moment of that name; the fp32 `values` are overwritten.
+def narrowed(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of an 8-bit moment; the fp32 `values` are overwritten.
 
     Of values that `widened` gave, in the same blocks, they are those that it was given.
+
+    Args:
+        name: of its scales.
     """
-    table = make_table(values.device, signed=_signed(name))
     codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
     scales = values.new_empty(ceil_divide(values.numel(), BLOCK_8BIT))
-    quantise(values.view(-1), codes, scales, table, values.new_empty(2 * values.numel()))
+    work = values.new_empty(WORK_BUFFERS * values.numel())
+    _code_of(name, values.device).narrow(values.view(-1), codes, scales, work)
     return codes, scales
 
 
@@ -315,5 +353,20 @@ def run_of(piece: Piece, first: int, last: int) -> Piece:
     )
 
 
-def _signed(name: str) -> bool:
-    return name not in _NEVER_NEGATIVE
+def _remainder(piece: Piece) -> Tensor:
+    """What a parameter lacks of its split master."""
+    return next(piece.states[name] for name in REMAINDERS.values() if name in piece.states)
+
+
+def _code_of(scales: str, device: torch.device) -> Code:
+    """What the codes mean whose scales have that name."""
+    ending = next(ending for ending in SCALES if scales.endswith(ending))
+    return _code(scales.removesuffix(ending), ending, device)
+
+
+def _code(name: str, ending: str, device: torch.device) -> Code:
+    """What the codes of a moment mean, by its name and the end of that of its scales."""
+    signed = name not in _NEVER_NEGATIVE
+    if ending == _COMPANDED:
+        return Softsign() if signed else Root()
+    return make_table(device, signed=signed)

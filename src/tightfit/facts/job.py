@@ -42,6 +42,8 @@ Auto = Literal["auto"]
 # Beyond what anybody trains with; above, arithmetic takes minutes or overflows.
 _MOST_TOKENS = 2**24
 BatchSize = Annotated[int, Field(ge=1, le=2**16)]
+Optim = Literal["adamw", "adamw_8bit", "adamw_compact", "lion", "lion_8bit", "adafactor", "sgd"]
+Change = Literal["split-master", "8bit-optimizer", "compact-optimizer", "lora", "qlora"]
 
 
 def _bool_to_word(value: Any) -> Any:
@@ -166,14 +168,17 @@ class Job(BaseModel):
     warmup_steps: NonNegativeFloat = Field(
         0, description="Steps of rising learning rate; below 1: a share of all steps."
     )
-    optim: Literal["adamw", "adamw_8bit", "lion", "lion_8bit", "adafactor", "sgd"] = Field(
-        "adamw", description="Optimizer."
+    optim: Optim = Field(
+        "adamw",
+        description="Optimizer. `adamw_8bit` and `lion_8bit` keep moments in bitsandbytes' 8 bits, "
+        "`adamw_compact` in companded ones (half the error where gradients are normal).",
     )
-    optim_master: Literal["auto", "fp32", "split"] = Field(
+    optim_master: Literal["auto", "fp32", "split", "split_8"] = Field(
         "auto",
         description="How the optimizer keeps 32 bits of a 16-bit parameter: `fp32`, a copy; "
-        "`split`, the 16 bits that it lacks (bf16 only; rounds half away from zero). `auto` is "
-        "`fp32`.",
+        "`split`, the 16 bits that it lacks (bf16 only; rounds half away from zero); `split_8`, of "
+        "matrices the upper 8 of these. `auto` is `fp32`. With `optim: adamw_compact` `split_8` is "
+        "7 bytes per parameter, gradient included.",
     )
     loss_scale: NonNegativeFloat = Field(
         0.0,
@@ -318,7 +323,7 @@ class Job(BaseModel):
         "how many each run has, in the order of the model. Empty: as many parameters on each, or "
         "where that does not fit as many as do.",
     )
-    allow: list[Literal["split-master", "8bit-optimizer", "lora", "qlora"]] = Field(
+    allow: list[Change] = Field(
         default_factory=list,
         description="What the planner may change although it alters numbers, where nothing fits "
         "without; in this order, optimizers before a disk.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+SPLIT_MASTERS = ("split", "split_8")  # values of optim_master that need bf16 parameters
+
 
 def contradictions(job: Mapping[str, Any]) -> Iterator[str]:
     """One sentence for each, naming what to change.
@@ -24,7 +26,7 @@ def contradictions(job: Mapping[str, Any]) -> Iterator[str]:
             f"offload_prefetch: {job['offload_prefetch']} fetches parameters and activations "
             "ahead, and neither may leave the device; leave it out"
         )
-    if job["optim_master"] == "split":
+    if job["optim_master"] in SPLIT_MASTERS:
         yield from _of_a_split_master(job)
 
 
@@ -58,16 +60,17 @@ def _of_fractions(job: Mapping[str, Any]) -> Iterator[str]:
 def _of_a_split_master(job: Mapping[str, Any]) -> Iterator[str]:
     if job["precision"] not in ("auto", "bf16"):
         yield (
-            f"optim_master: split keeps the bits that bf16 parameters lack, and precision is "
-            f"{job['precision']}; set precision: bf16, or optim_master: fp32"
+            f"optim_master: {job['optim_master']} keeps the bits that bf16 parameters lack, and "
+            f"precision is {job['precision']}; set precision: bf16, or optim_master: fp32"
         )
     if job["finetuning_type"] == "lora":
         yield (
-            "optim_master: split is for parameters that are trained in bf16; adapters are fp32 "
-            "and need no master; leave it out"
+            f"optim_master: {job['optim_master']} is for parameters that are trained in bf16; "
+            "adapters are fp32 and need no master; leave it out"
         )
     if job["offload_optimizer"] in ("cpu", "nvme") and job["offload_param"] == "none":
         yield (
-            "optim_master: split is half in the parameter itself, which offload_param: none keeps "
-            "away from its other half; let parameters leave too, or set optim_master: fp32"
+            f"optim_master: {job['optim_master']} is half in the parameter itself, which "
+            "offload_param: none keeps away from its other half; let parameters leave too, or set "
+            "optim_master: fp32"
         )

@@ -17,6 +17,7 @@ _OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
 }
+_NEAREST = {"adamw_compact": "adamw_8bit"}  # of what transformers does not have
 _SAME = (
     "output_dir", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type",
     "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
@@ -81,7 +82,7 @@ def _arguments(sheet: Sheet) -> dict[str, Any]:
         content["eval_steps"] = sheet.get("eval_steps")
     if sheet.says("eval_dataset") or sheet.get("val_size"):
         content["per_device_eval_batch_size"] = sheet.get("per_device_eval_batch_size")
-    content["optim"] = _OPTIMIZERS[sheet.get("optim")]
+    content["optim"] = _optimizer(sheet)
     precision = sheet.get("precision")
     if precision in ("bf16", "fp16"):
         content[precision] = True
@@ -92,6 +93,13 @@ def _arguments(sheet: Sheet) -> dict[str, Any]:
     if sheet.get("resume"):
         content["resume_from_checkpoint"] = True
     return content
+
+
+def _optimizer(sheet: Sheet) -> str:
+    name = sheet.get("optim")
+    if name in _NEAREST:
+        sheet.missing("optim", f"transformers has no {name}; this is the nearest")
+    return _OPTIMIZERS[_NEAREST.get(name, name)]
 
 
 def _sharing(sheet: Sheet) -> dict[str, Any]:

@@ -90,4 +90,4 @@ def _way(policies: Policies, options: Options) -> Way:
 def _states(policies: Policies) -> tuple[object, ...]:
     optimizer = policies.optimizer
     adapted, quantised = policies.adapter is not None, policies.quantisation is not None
-    return adapted, quantised, optimizer.name, optimizer.split_master
+    return adapted, quantised, optimizer.name, optimizer.master

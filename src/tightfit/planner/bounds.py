@@ -304,7 +304,7 @@ def _beside_training(policies: Policies) -> dict[Phase, Hashable]:
     staying = (
         replace(placement, activations=Tier.DEVICE),
         policies.optimizer.name,
-        policies.optimizer.split_master,
+        policies.optimizer.master,
         policies.batch.accumulation_steps > 1,
         policies.adapter,
         policies.quantisation,

@@ -14,6 +14,7 @@ from tightfit.planner.plan import Limits
 from tightfit.planner.pricing import Pricing
 from tightfit.policies import (
     BatchPolicy,
+    Master,
     OptimizerName,
     PipelineSchedule,
     Policies,
@@ -24,7 +25,13 @@ from tightfit.units import format_bytes, format_seconds
 
 _WIDER = {
     OptimizerName.ADAMW_8BIT: OptimizerName.ADAMW,
+    OptimizerName.ADAMW_COMPACT: OptimizerName.ADAMW,
     OptimizerName.LION_8BIT: OptimizerName.LION,
+}
+
+_ROUNDED = {
+    Master.SPLIT: "parameters are rounded half away from zero",
+    Master.SPLIT_8: "masters of matrices are rounded to 24 bits",
 }
 
 
@@ -113,12 +120,12 @@ def _without(policies: Policies) -> Iterator[_Without]:
             "its moments are rounded to 8 bits",
         )
     if optimizer.split_master:
-        whole = replace(optimizer, split_master=False)
+        whole = replace(optimizer, master=Master.FP32)
         yield _Without(
             "split master",
             replace(policies, optimizer=whole),
             "a master of 32 bits beside each parameter",
-            "parameters are rounded half away from zero",
+            _ROUNDED[optimizer.master],
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
-from tightfit.bill.model_states import Master, StateBytes, model_state_bytes
+from tightfit.bill.model_states import StateBytes, model_state_bytes
 from tightfit.bill.table import MARGIN_SHARE, Kind, MemoryTable, Phase
 from tightfit.dry_run import DryRun
 from tightfit.policies import CheckpointingPolicy, LossPolicy, PlacementPolicy, Policies, Tier
@@ -86,8 +86,7 @@ def _whole(run: DryRun, policies: Policies) -> StateBytes:
 @lru_cache(maxsize=4096)
 def _states(trainable: int, frozen: int, quantised: int, policies: Policies) -> StateBytes:
     """Asked for with every time and bound of thousands of candidates."""
-    master = Master.SPLIT if policies.optimizer.split_master else Master.FP32
-    return model_state_bytes(trainable, frozen, policies, quantised=quantised, master=master)
+    return model_state_bytes(trainable, frozen, policies, quantised=quantised)
 
 
 def with_fraction(policies: Policies, name: str, fraction: float) -> Policies:

@@ -14,6 +14,7 @@ from tightfit.errors import ConfigError
 from tightfit.facts.attention import default_attention
 from tightfit.facts.job import Job
 from tightfit.facts.logits import logit_transform
+from tightfit.facts.placement_keys import SPLIT_MASTERS
 from tightfit.facts.rank_keys import divisors
 from tightfit.planner.degrees import leanest, shardings_of
 from tightfit.planner.fitting import possible
@@ -29,6 +30,7 @@ from tightfit.policies import (
     LossKind,
     LossPolicy,
     LossScalePolicy,
+    Master,
     OptimizerName,
     OptimizerPolicy,
     Policies,
@@ -68,6 +70,7 @@ class Way:
 _NAMES = {
     "split-master": "a split master",
     "8bit-optimizer": "8-bit optimizer states",
+    "compact-optimizer": "AdamW in 7 bytes per parameter",
     "lora": "LoRA",
     "qlora": "QLoRA",
 }
@@ -75,7 +78,7 @@ _NAMES = {
 
 def _numerics(policies: Policies) -> tuple[object, ...]:
     optimizer = policies.optimizer
-    return policies.adapter, policies.quantisation, optimizer.name, optimizer.split_master
+    return policies.adapter, policies.quantisation, optimizer.name, optimizer.master
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ def _other_optimizers(job: Job, fixed: Policies) -> Iterator[tuple[tuple[str, ..
         return
     splits = fixed.precision.parameters == "bf16" and job.optim_master == "auto"
     eight = _EIGHT_BITS.get(optimizer.name)
-    split = replace(optimizer, split_master=True)
+    split = replace(optimizer, master=Master.SPLIT)
     if splits:
         yield ("split-master",), replace(fixed, optimizer=split)
     if eight is not None:
@@ -260,6 +263,9 @@ def _other_optimizers(job: Job, fixed: Policies) -> Iterator[tuple[tuple[str, ..
     if splits and eight is not None:
         both = replace(split, name=eight)
         yield ("split-master", "8bit-optimizer"), replace(fixed, optimizer=both)
+    if splits and optimizer.name is OptimizerName.ADAMW:
+        compact = replace(optimizer, name=OptimizerName.ADAMW_COMPACT, master=Master.SPLIT_8)
+        yield ("compact-optimizer",), replace(fixed, optimizer=compact)
 
 
 def _adapters(job: Job, fixed: Policies) -> Iterator[tuple[tuple[str, ...], Policies]]:
@@ -276,10 +282,11 @@ def _check_master(job: Job, precision: str) -> None:
     Raises:
         ConfigError: they are not.
     """
-    if job.optim_master == "split" and precision != "bf16":
+    if job.optim_master in SPLIT_MASTERS and precision != "bf16":
         raise ConfigError(
-            f"optim_master: split keeps the bits that bf16 parameters lack, and precision: "
-            f"{job.precision} is {precision} here; set precision: bf16, or optim_master: fp32"
+            f"optim_master: {job.optim_master} keeps the bits that bf16 parameters lack, and "
+            f"precision: {job.precision} is {precision} here; set precision: bf16, or "
+            "optim_master: fp32"
         )
 
 
@@ -299,7 +306,7 @@ def model_options(
 
 def with_adapter(policies: Policies, adapter: AdapterPolicy) -> Policies:
     """`policies` with `adapter`, whose parameters are fp32 and have no master to split."""
-    optimizer = replace(policies.optimizer, split_master=False)
+    optimizer = replace(policies.optimizer, master=Master.FP32)
     return replace(policies, adapter=adapter, optimizer=optimizer)
 
 
@@ -383,7 +390,7 @@ def _optimizer(job: Job) -> OptimizerPolicy:
             job.hysteresis,
             job.min_loss_scale,
         ),
-        split_master=job.optim_master == "split",
+        master=Master.FP32 if job.optim_master == "auto" else Master(job.optim_master),
     )
 
 

@@ -22,7 +22,7 @@ from tightfit.planner.plan import Plan
 from tightfit.policies import PRECISIONS, OptimizerPolicy, Policies
 from tightfit.units import format_bytes
 
-_CHOICES_OF_THE_OPTIMIZER = ("name", "split_master")
+_CHOICES_OF_THE_OPTIMIZER = ("name", "master")
 _HEADER = """\
 # A plan of tightfit. Edit `policies` and pass the file back with --plan.
 # Everything below `policies` is for reading; it is worked out again from them.

@@ -28,6 +28,7 @@ from tightfit.policies import (
     AdapterPolicy,
     CheckpointingPolicy,
     LossKind,
+    Master,
     OptimizerPolicy,
     PlacementPolicy,
     Policies,
@@ -93,7 +94,7 @@ def _whole(
 def _without_numbers(policies: Policies, *, full_depth: bool) -> tuple[Policies, bool]:
     """All that a dry run depends on."""
     optimizer = policies.optimizer
-    states = OptimizerPolicy(optimizer.name, split_master=optimizer.split_master)
+    states = OptimizerPolicy(optimizer.name, master=optimizer.master)
     return replace(policies, optimizer=states), full_depth
 
 
@@ -257,7 +258,7 @@ class Pricing:
         same = (self.plain.adapter, self.plain.quantisation)
         if (policies.adapter, policies.quantisation) == same:
             return self.plain
-        optimizer = replace(self.plain.optimizer, split_master=False)
+        optimizer = replace(self.plain.optimizer, master=Master.FP32)
         return replace(
             self.plain,
             adapter=policies.adapter,

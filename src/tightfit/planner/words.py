@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tightfit.policies import (
     AttentionKernel,
     LossKind,
+    Master,
     OptimizerName,
     PlacementPolicy,
     Policies,
@@ -32,7 +33,7 @@ def techniques(policies: Policies) -> dict[str, str]:
         "finetuning_type": "full" if policies.adapter is None else "lora",
     }
     if policies.optimizer.split_master:
-        chosen["optim_master"] = "split"
+        chosen["optim_master"] = str(policies.optimizer.master)
     if policies.adapter is not None:
         chosen["lora_rank"] = str(policies.adapter.rank)
     if policies.quantisation is not None:
@@ -120,6 +121,9 @@ def layers_of_runs(sharding: ShardingPolicy) -> str:
     return ", ".join(map(str, sharding.stage_layers))
 
 
+_MASTERS = {Master.SPLIT: "split master", Master.SPLIT_8: "split master of 24 bits"}
+
+
 def _describe_numerics(policies: Policies) -> Iterator[str]:
     if policies.adapter is not None:
         yield f"LoRA rank {policies.adapter.rank}"
@@ -128,7 +132,7 @@ def _describe_numerics(policies: Policies) -> Iterator[str]:
     if policies.optimizer.name is not OptimizerName.ADAMW:
         yield str(policies.optimizer.name)
     if policies.optimizer.split_master:
-        yield "split master"
+        yield _MASTERS[policies.optimizer.master]
     if policies.attention.kernel is not AttentionKernel.SDPA:
         yield f"{policies.attention.kernel} attention"
 

@@ -7,7 +7,7 @@ where ranks hold parts of a parameter, files have the fp32 values. Knows no fold
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from tightfit.engine.engine import Engine
 from tightfit.engine.regions import boxes_of, is_whole, part_of, whole
-from tightfit.engine.rules import SCALES, narrowed, widened
+from tightfit.engine.rules import SCALES, narrowed, scales_of, widened
 from tightfit.errors import ConfigError
 from tightfit.ledger import local_part
 from tightfit.training import together
@@ -51,7 +51,8 @@ def state_parts(engine: Engine) -> Iterator[Part]:
             else:
                 values = states[key]
                 if values.dtype is torch.uint8 and not is_whole(parameter):
-                    values = widened(key, values, states[key + SCALES])
+                    scales = _scales_here(key, states)
+                    values = widened(values, states[scales], scales)
                 values = values.view(local_part(parameter).shape)
                 for box in boxes:
                     yield Part(f"{name}.{key}", box.of_whole, values[box.of_part])
@@ -68,7 +69,7 @@ def load_states(engine: Engine, files: TensorReader, checkpoint: Path) -> None:
         here = engine.optimizer.state_entries(parameter)
         for key in _saved_states(engine, parameter):
             if not key.endswith(SCALES):
-                loaded = _read(files, f"{name}.{key}", key, parameter, here[key][0])
+                loaded = _read(files, name, key, parameter, here)
                 engine.optimizer.load_states(parameter, loaded)
 
 
@@ -126,23 +127,40 @@ def _saved_states(
 
 
 def _read(
-    files: TensorReader, name: str, key: str, parameter: nn.Parameter, dtype: torch.dtype
+    files: TensorReader,
+    owner: str,
+    key: str,
+    parameter: nn.Parameter,
+    here: Mapping[str, tuple[torch.dtype, torch.Size]],
 ) -> dict[str, torch.Tensor]:
-    """A state of this rank's part, as the engine keeps it: with its scales where it has 8 bits."""
+    """A state of this rank's part, as the engine keeps it: with its scales where it has 8 bits.
+
+    Args:
+        owner: the parameter's name.
+        here: all its states here.
+    """
+    name = f"{owner}.{key}"
     if key == _STEP:
         return {key: files.read(name)}
-    has_scales = name + SCALES in files.names
-    if has_scales and dtype is torch.uint8 and is_whole(parameter):
-        return {key: files.read(name), key + SCALES: files.read(name + SCALES)}
-    if has_scales:
-        codes, scales = files.read(name), files.read(name + SCALES)
-        values = part_of(widened(key, codes, scales).view(parameter.shape), parameter)
+    wanted, saved = scales_of(key, here), scales_of(name, files.names)
+    if saved is not None and saved == f"{owner}.{wanted}" and is_whole(parameter):
+        return {key: files.read(name), str(wanted): files.read(saved)}
+    if saved is not None:
+        codes, scales = files.read(name), files.read(saved)
+        of_moment = saved.removeprefix(f"{owner}.")
+        values = part_of(widened(codes, scales, of_moment).view(parameter.shape), parameter)
     else:
         values = files.read_part(name, parameter)
-    if dtype is not torch.uint8:
+    if wanted is None:
         return {key: values}
-    codes, scales = narrowed(key, values.contiguous().clone())
-    return {key: codes.view(values.shape), key + SCALES: scales}
+    codes, scales = narrowed(values.contiguous().clone(), wanted)
+    return {key: codes.view(values.shape), wanted: scales}
+
+
+def _scales_here(key: str, states: Mapping[str, torch.Tensor]) -> str:
+    scales = scales_of(key, states)
+    assert scales is not None, "a moment of 8 bits has scales"
+    return scales
 
 
 def _check_same(engine: Engine, files: TensorReader, checkpoint: Path) -> None:
