@@ -54,7 +54,7 @@ NOT_COVERED = """## What this does not show
   `max_memory_reserved`; it has not run on hardware yet.
 - What a kernel allocates inside itself is not seen by the ledger, and not in these bills.
 - How several ranks come by their model; saving and resuming.
-- What the engine does not do yet and bills price by closed forms: Adafactor, 8-bit bases.
+- What the engine does not do yet and bills price by closed forms: 8-bit bases, Adafactor on parts.
 """
 
 PEERS_EXPLAINED = """## Other estimators on the same rows

@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 
 from tightfit.engine.arithmetic import Numbers
-from tightfit.engine.rules import Piece, rule_of
+from tightfit.engine.rule_of import rule_of
+from tightfit.engine.rules import Piece
 from tightfit.policies import Master, OptimizerName, OptimizerPolicy
 
 HERE = Path(__file__).parent

@@ -17,6 +17,7 @@ from tightfit.bill.table import Kind
 from tightfit.engine.apply import fit
 from tightfit.engine.disk_records import _lay_out
 from tightfit.engine.engine import Engine
+from tightfit.engine.supported import engine_lacks
 from tightfit.errors import UnsupportedError
 from tightfit.ledger import Ledger
 from tightfit.policies import (
@@ -50,7 +51,7 @@ PLACEMENTS = {
     "all on nvme": PlacementPolicy(NVME, NVME, NVME),
     "parameters on nvme": PlacementPolicy(HOST, HOST, NVME, lazy_step=True),
 }
-OPTIMIZERS = [name for name in OptimizerName if name is not OptimizerName.ADAFACTOR]
+OPTIMIZERS = list(OptimizerName)
 KEPT = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES, Kind.GRADIENTS)
 BF16 = PrecisionPolicy("bf16")
 
@@ -83,7 +84,7 @@ CASES = [
             adapter=adapter,
         )
     ]
-    if policies is not None
+    if policies is not None and not any(engine_lacks(policies))
 ]
 
 

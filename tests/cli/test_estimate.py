@@ -105,7 +105,10 @@ def test_the_picture_is_a_new_file(
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        (["--optim", "adafactor"], "optim adafactor: closed form"),
+        (
+            ["--optim", "adafactor", "--num_gpus", "2", "--zero_stage", "3"],
+            "optim adafactor with zero_stage 3 (take zero_stage 0): closed form",
+        ),
         (["--num_gpus", "1"], "no card here"),
     ],
 )

@@ -62,17 +62,17 @@ def test_what_the_engine_can_do_is_run_as_it_is(policies: Policies) -> None:
 
 
 @pytest.mark.parametrize("placement", [PlacementPolicy(), PlacementPolicy(Tier.HOST, Tier.HOST)])
-def test_adafactor_changes_states_alone(placement: PlacementPolicy) -> None:
+def test_adafactor_has_the_states_of_its_closed_form(placement: PlacementPolicy) -> None:
     plain = run(placement=placement)
     other = run(placement=placement, optimizer=OptimizerPolicy(OptimizerName.ADAFACTOR))
-    assert "optim adafactor" in other.notes[0]
+    assert other.notes == ()
     closed = tensor_state_bytes(
         tensors_of(CONFIG, Policies()), Policies(optimizer=OptimizerPolicy(OptimizerName.ADAFACTOR))
     )
     for tier in (Tier.DEVICE, Tier.HOST):
-        before, after = dict(step(plain.table, tier)), dict(step(other.table, tier))
-        had, has = (kinds.pop(Kind.OPTIMIZER_STATES, 0) for kinds in (before, after))
-        assert after == before
+        had, has = (
+            step(found.table, tier).get(Kind.OPTIMIZER_STATES, 0) for found in (plain, other)
+        )
         states = closed[Tier.DEVICE][Kind.OPTIMIZER_STATES]
         assert has == (states if tier is placement.optimizer_states else 0)
         assert has < had / 10 or not had

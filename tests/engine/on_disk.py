@@ -16,7 +16,8 @@ from tightfit.engine.disk_gradients import DiskGradients
 from tightfit.engine.disk_states import DiskStates, DueUpdate
 from tightfit.engine.lazy import DueUpdates
 from tightfit.engine.pipeline import DiskTier
-from tightfit.engine.rules import REMAINDERS, Piece, Rule, rule_of
+from tightfit.engine.rule_of import rule_of
+from tightfit.engine.rules import REMAINDERS, Piece, Rule
 from tightfit.engine.slab import HostSlab
 from tightfit.engine.transfer import Arrival, Transfer
 from tightfit.policies import OptimizerPolicy

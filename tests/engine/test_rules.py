@@ -15,14 +15,15 @@ from torch.profiler import ProfilerActivity, profile
 from tightfit.bill.optimizers import moment_bytes
 from tightfit.bill.table import Phase
 from tightfit.engine.arithmetic import Numbers
-from tightfit.engine.rules import REMAINDERS, Piece, Rule, Scratch, chunks, rule_of
-from tightfit.errors import UnsupportedError
+from tightfit.engine.rule_of import rule_of
+from tightfit.engine.rules import REMAINDERS, Piece, Rule, Scratch, chunks
 from tightfit.ledger import Ledger
 from tightfit.policies import Master, OptimizerName, OptimizerPolicy, Tier
 
 NUMBERS = Numbers(3e-3, 0.1, (0.9, 0.99), 1e-8)
 SIZES = (1, 17, 255, 256, 3000, 5000)  # around processors' vectors, blocks and chunks of 512
 BF16 = torch.bfloat16
+# Adafactor, which works on whole parameters, is in test_factored.py.
 TRAINABLE = [name for name in OptimizerName if name is not OptimizerName.ADAFACTOR]
 NAMES = pytest.mark.parametrize("name", TRAINABLE)
 NARROW = pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
@@ -419,8 +420,3 @@ def test_companded_moments_beside_bitsandbytes_code(
     found = [float((weight - wide).norm()) / walked for weight in others]
     assert found[0] < compact
     assert found[1] > tree
-
-
-def test_adafactor_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="adafactor is priced but does not train yet"):
-        rule_of(OptimizerPolicy(name=OptimizerName.ADAFACTOR))

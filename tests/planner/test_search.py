@@ -270,7 +270,10 @@ def test_a_default_that_is_written_changes_nothing(plan: Planner) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"optim": "adafactor"}, "optim adafactor"),
+        (
+            {"optim": "adafactor", "offload_optimizer": "nvme"},
+            "optim adafactor with offload_optimizer nvme .take cpu.",
+        ),
         ({"finetuning_type": "lora", "quantization_bit": 8}, "quantization_bit 8"),
     ],
 )

@@ -213,6 +213,8 @@ def signal_self() -> None:
         (LORA, 8),
         (LORA | {"offload_optimizer": "cpu", "gradient_checkpointing": "true"}, 2),
         ({"precision": "bf16", "offload_optimizer": "cpu"}, 8),
+        ({"optim": "adafactor", "offload_optimizer": "cpu"}, 2),
+        ({"optim": "adamw_compact", "optim_master": "split_8", "precision": "bf16"}, 5),
         # Overflows before and after, and the second of two forgiven in between.
         ({"precision": "fp16", "initial_scale_power": 20, "loss_scale_window": 2}, 5),
     ],
@@ -222,6 +224,8 @@ def signal_self() -> None:
         "lora, next epoch",
         "lora, host",
         "bf16, host, next epoch",
+        "adafactor, host",
+        "seven bytes",
         "fp16",
     ],
 )

@@ -19,7 +19,7 @@ from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run.config import build_model
 from tightfit.engine.adapter import apply_adapter, import_library
 from tightfit.engine.quantisation import linear_layers
-from tightfit.engine.supported import engine_lacks
+from tightfit.engine.supported import WHOLE_PARAMETERS, engine_lacks
 from tightfit.engine.tensor_parallel import divided_dims
 from tightfit.policies import (
     AdapterPolicy,
@@ -52,7 +52,7 @@ def nearest(wanted: Policies) -> Nearest:
     if not notes:
         return Nearest(wanted, ())
     optimizer = wanted.optimizer
-    if optimizer.name is OptimizerName.ADAFACTOR:
+    if optimizer.name in WHOLE_PARAMETERS and any(engine_lacks(replace(wanted, quantisation=None))):
         optimizer = replace(optimizer, name=OptimizerName.ADAMW)
     return Nearest(
         replace(

@@ -34,7 +34,8 @@ from tightfit.engine.parameter_groups import (
     owned,
 )
 from tightfit.engine.ranks import Ranks
-from tightfit.engine.rules import CHUNK_VALUES, Piece, Rule, Scratch, rule_of
+from tightfit.engine.rule_of import rule_of
+from tightfit.engine.rules import CHUNK_VALUES, Piece, Rule, Scratch
 from tightfit.engine.slab import Reserved
 from tightfit.engine.streaming import ParameterStream
 from tightfit.engine.transfer import Arrival

@@ -18,16 +18,15 @@ from torch._guards import detect_fake_mode
 
 from tightfit.bill.optimizers import BLOCK_8BIT, MIN_8BIT_VALUES
 from tightfit.bill.shards import ceil_divide
-from tightfit.engine.arithmetic import ARITHMETIC, Arithmetic, Numbers, Wide
+from tightfit.engine.arithmetic import Arithmetic, Numbers, Wide
 from tightfit.engine.companding import Root, Softsign
 from tightfit.engine.moments import WORK_BUFFERS, Code, make_table
-from tightfit.errors import UnsupportedError
-from tightfit.policies import Master, OptimizerName, OptimizerPolicy
+from tightfit.policies import Master
 
 CHUNK_VALUES = 2**18  # a few fp32 buffers of it stay in a processor's L3 cache
 REMAINDERS = {torch.int16: "remainder", torch.int8: "remainder_8"}
-_TREE, _COMPANDED = "_scales", "_peaks"
-SCALES = (_TREE, _COMPANDED)  # end the name of a moment's scales, and say what its codes mean
+TREE, COMPANDED = "_scales", "_peaks"
+SCALES = (TREE, COMPANDED)  # end the name of a moment's scales, and say what its codes mean
 _DROPPED_BITS = 8  # of a master whose remainder has 8
 _NEVER_NEGATIVE = ("exp_avg_sq",)
 
@@ -211,16 +210,16 @@ class Rule:
             gradient = scratch.gradient[: piece.values].copy_(gradient)
         if clip is not None:
             gradient.mul_(clip)
-        weight = self._weight(piece, scratch)
+        weight = self.weight_of(piece, scratch)
         moments = [self._moment(piece, name, scratch) for name in self._arithmetic.moments]
         steps = [] if piece.step is None else [piece.step]
         wide = Wide([weight], [gradient], [[moment] for moment in moments], steps)
         self._arithmetic.apply(wide, numbers, scratch.work)
         for name, moment in zip(self._arithmetic.moments, moments, strict=True):
             self._keep_moment(piece, name, moment, scratch)
-        self._keep_weight(piece, weight, scratch)
+        self.keep_weight(piece, weight, scratch)
 
-    def _weight(self, piece: Piece, scratch: Scratch) -> Tensor:
+    def weight_of(self, piece: Piece, scratch: Scratch) -> Tensor:
         """The master itself, or put together from its halves."""
         if piece.weight is not None:
             return piece.weight
@@ -232,7 +231,7 @@ class Rule:
         weight.view(torch.int32).add_(low)
         return weight
 
-    def _keep_weight(self, piece: Piece, weight: Tensor, scratch: Scratch) -> None:
+    def keep_weight(self, piece: Piece, weight: Tensor, scratch: Scratch) -> None:
         """Write the parameter, and what it lacks of a split master.
 
         The remainder is the lower 16 bits as a signed number, or the upper 8 of these, to which the
@@ -265,28 +264,6 @@ class Rule:
         if moment is not wide:
             scales = piece.states[name + self._scales]
             scratch.codes[name].narrow(wide, moment, scales, scratch.work)
-
-
-_SCALES_OF = {
-    OptimizerName.ADAMW_8BIT: _TREE,
-    OptimizerName.LION_8BIT: _TREE,
-    OptimizerName.ADAMW_COMPACT: _COMPANDED,
-}
-
-
-def rule_of(policy: OptimizerPolicy) -> Rule:
-    """The rule of a policy.
-
-    Raises:
-        UnsupportedError: it has none, as Adafactor, whose states are of rows and columns.
-    """
-    if policy.name not in ARITHMETIC:
-        raise UnsupportedError(
-            f"{policy.name} is priced but does not train yet: it works on whole rows and columns; "
-            "adamw_8bit and lion_8bit have small states too"
-        )
-    scales = _SCALES_OF.get(policy.name)
-    return Rule(ARITHMETIC[policy.name], scales, policy.master)
 
 
 def scales_of(name: str, states: Collection[str]) -> str | None:
@@ -367,6 +344,6 @@ def _code_of(scales: str, device: torch.device) -> Code:
 def _code(name: str, ending: str, device: torch.device) -> Code:
     """What the codes of a moment mean, by its name and the end of that of its scales."""
     signed = name not in _NEVER_NEGATIVE
-    if ending == _COMPANDED:
+    if ending == COMPANDED:
         return Softsign() if signed else Root()
     return make_table(device, signed=signed)

@@ -45,7 +45,7 @@ def state_parts(engine: Engine) -> Iterator[Part]:
             continue
         states, boxes = engine.optimizer.states_of(parameter), boxes_of(parameter)
         for key in keys:
-            if key == _STEP or key.endswith(SCALES):
+            if _is_whole(key, states[key].shape, parameter) or key.endswith(SCALES):
                 if all(part.start == 0 for part in boxes[0].of_whole):
                     yield Part(f"{name}.{key}", whole(states[key]), states[key])
             else:
@@ -115,7 +115,7 @@ def _saved_states(
     for key, (dtype, shape) in entries.items():
         if key == "master" and dtype is parameter.dtype:
             continue
-        if key == _STEP:
+        if _is_whole(key, shape, parameter):
             saved[key] = (dtype, shape)
         elif key.endswith(SCALES):
             if all_here:
@@ -140,7 +140,7 @@ def _read(
         here: all its states here.
     """
     name = f"{owner}.{key}"
-    if key == _STEP:
+    if _is_whole(key, here[key][1], parameter):
         return {key: files.read(name)}
     wanted, saved = scales_of(key, here), scales_of(name, files.names)
     if saved is not None and saved == f"{owner}.{wanted}" and is_whole(parameter):
@@ -161,6 +161,13 @@ def _scales_here(key: str, states: Mapping[str, torch.Tensor]) -> str:
     scales = scales_of(key, states)
     assert scales is not None, "a moment of 8 bits has scales"
     return scales
+
+
+def _is_whole(key: str, shape: torch.Size, parameter: nn.Parameter) -> bool:
+    """Whether a state is not of the values of a part: a counter, or Adafactor's rows and columns,
+    which only whole parameters have."""
+    others = shape != local_part(parameter).shape and not key.endswith(SCALES)
+    return key == _STEP or others
 
 
 def _check_same(engine: Engine, files: TensorReader, checkpoint: Path) -> None:
