@@ -88,7 +88,7 @@ WORDS = {
 
 
 def test_every_key_is_a_flag_with_underscores_or_dashes() -> None:
-    samples = {"boolean": "true", "integer": "3", "number": "0.5", "array": "lora"}
+    samples = {"boolean": "true", "integer": "3", "number": "0.5", "array": "lora", "object": "{}"}
     for key, schema in Job.model_json_schema()["properties"].items():
         options = schema.get("anyOf", [schema])
         choices = options[0].get("enum") or [options[0].get("const")]
@@ -219,7 +219,7 @@ def test_tables_of_names_agree() -> None:
         ({"dataset": 3}, "it must be text or none; put it in quotes"),
         ({"dataset": {"a": 1}}, "it must be text or none"),
         ({"memory_limit": "a lot"}, "--memory_limit: 'a lot' is not a size; write it like 900MiB"),
-        ({"optim": "prodigy"}, "it must be adamw | adamw_8bit | lion"),
+        ({"optim": "prodigy"}, "it must be adamw | adamw_8bit | adamw_compact | lion"),
         ({"zero_stage": 4}, "4 is not accepted; it must be auto | 0 | 1 | 2 | 3"),
         ({"quantization_bit": 3}, "3 is not accepted; it must be 4 | 8 or none"),
         ({"gpu": "2xh10"}, "gpu: 'h10' is no card that tightfit knows; the nearest are h100,"),

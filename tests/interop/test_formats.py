@@ -191,6 +191,7 @@ SAID: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
     "per_device_eval_batch_size": 3, "num_train_epochs": 2.5, "max_steps": 70,
     "learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 6.0, "optim": "sgd",
+    "lr_scheduler_kwargs": {"num_cycles": 0.5},
     "optim_master": "split", "loss_scale": 64.0, "initial_scale_power": 8, "loss_scale_window": 77,
     "hysteresis": 3, "min_loss_scale": 2.0, "weight_decay": 0.125, "adam_beta1": 0.75,
     "adam_beta2": 0.875, "adam_epsilon": 1e-3, "max_grad_norm": 0.5, "seed": 7,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from tightfit.errors import InputError
-from tightfit.facts.job import Job
+from tightfit.facts.job import Job, Optim
 from tightfit.interop.documents import Document, document_of
 from tightfit.interop.huggingface import read_llamafactory, read_transformers
 from tightfit.interop.huggingface_writer import write_transformers
-from tightfit.interop.other_names import RENAMED
+from tightfit.interop.other_names import RENAMED, translate
 from tightfit.interop.reading import Reading
 from tightfit.interop.transformers_keys import SAME
 from tightfit.interop.translation import Ranks
@@ -116,7 +117,8 @@ def test_what_training_arguments_become(content: Any, expected: dict[str, Any]) 
 
 
 # What a field of TrainingArguments says in the words of a job, where those are others.
-AS_A_JOB_SAYS_IT = {
+AS_A_JOB_SAYS_IT: dict[tuple[str, Any], Any] = {
+    ("lr_scheduler_kwargs", None): {},
     ("gradient_checkpointing", None): "false",
     ("optim", "adamw_torch"): "adamw",
     ("optim", "adamw_torch_fused"): "adamw",
@@ -195,6 +197,20 @@ def test_complaints_about_llamafactory(content: dict[str, Any], message: str) ->
 def test_methods_that_are_off_are_no_reason_to_refuse() -> None:
     off = {"use_galore": False, "galore_rank": 16, "packing": False, "pref_beta": 0.1}
     assert "finetuning_type" in factory(off).implied
+
+
+# What transformers' Trainer makes beside ours: other optimizers, or other states of theirs.
+NOT_HERE = (
+    "ademamix", "apollo", "galore", "rmsprop", "schedule_free", "adagrad", "lomo", "adalomo",
+    "grokadamw", "stable_adamw", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit",
+    "paged_ademamix",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [str(name.value) for name in OptimizerNames])
+def test_optimizers_of_transformers_are_ours_or_refused_by_name(name: str) -> None:
+    known = set(get_args(Optim))
+    assert (translate({"optim": name}, "--")["optim"] in known) != name.startswith(NOT_HERE)
 
 
 def test_an_optimizer_that_transformers_does_not_have_becomes_the_nearest() -> None:

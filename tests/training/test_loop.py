@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from tightfit.engine.engine import Engine
 from tightfit.errors import ConfigError, TrainingError
 from tightfit.facts.job import Job
+from tightfit.training import loop
 from tightfit.training.loop import Schedule, check_scheduler
 
 RunJob = Callable[..., Any]
@@ -64,6 +66,42 @@ def test_what_is_due() -> None:
 )
 def test_schedules_that_work(name: str) -> None:
     check_scheduler(job(lr_scheduler_type=name, warmup_steps=2), 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_with_min_lr", {"min_lr": 1e-6}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 4}),
+        ("cosine_with_restarts", {"num_cycles": 2}),
+        ("polynomial", {"power": 2.0, "lr_end": 1e-6}),
+        ("inverse_sqrt", {"timescale": 5}),
+    ],
+)
+def test_schedules_with_numbers_of_their_own_are_those_of_transformers(
+    name: str, own: dict[str, Any]
+) -> None:
+    made = job(lr_scheduler_type=name, lr_scheduler_kwargs=json.dumps(own), warmup_steps=2)
+    assert made.lr_scheduler_kwargs == own
+    check_scheduler(made, 10)
+    optimizers = [torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate) for _ in range(2)]
+    ours = loop._scheduler(made, optimizers[0], 10)
+    theirs = get_scheduler(name, optimizers[1], 2, 10, own)
+    for _ in range(10):
+        assert ours.get_last_lr() == theirs.get_last_lr()
+        for each in (ours, theirs):
+            each.optimizer.step()
+            each.step()
+
+
+def test_numbers_that_a_schedule_does_not_have_are_named() -> None:
+    made = job(lr_scheduler_type="linear", lr_scheduler_kwargs={"min_lr": 1e-6})
+    with pytest.raises(ConfigError, match=r"lr_scheduler_type: linear .*min_lr"):
+        check_scheduler(made, 10)
+    with pytest.raises(ValueError, match="is no JSON like"):
+        job(lr_scheduler_kwargs="{min")
 
 
 @pytest.mark.parametrize(

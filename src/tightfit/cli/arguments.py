@@ -203,6 +203,8 @@ def default_of(key: str) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return ",".join(value) or "none"
+    if value == {}:
+        return "none"
     if isinstance(value, float):
         return f"{value:g}"
     return "none" if value is None else str(value)

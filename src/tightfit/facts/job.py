@@ -7,6 +7,7 @@ documentation page and the error messages are made from it. `auto` leaves a choi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,6 +55,18 @@ def _bool_to_word(value: Any) -> Any:
 def _none_to_word(value: Any) -> Any:
     """YAML reads `null` as None and `no` as False; they and the word `none` mean no value."""
     return "none" if value is None or value is False else value
+
+
+def _json_to_mapping(value: Any) -> Any:
+    """A flag has JSON; no value is an empty mapping."""
+    if value is None or (isinstance(value, str) and value.casefold() in ("", "none", "null")):
+        return {}
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        raise ValueError(f'{value} is no JSON like {{"min_lr": 1e-6}}') from None
 
 
 def _size(value: str) -> str:
@@ -165,6 +178,13 @@ class Job(BaseModel):
     max_steps: int = Field(-1, ge=-1, description="Optimizer steps; -1: as many as the epochs.")
     learning_rate: PositiveFloat = Field(5e-5, description="Highest learning rate.")
     lr_scheduler_type: str = Field("linear", description="A schedule of transformers.")
+    lr_scheduler_kwargs: Annotated[
+        dict[str, int | float | bool | str], BeforeValidator(_json_to_mapping)
+    ] = Field(
+        default_factory=dict,
+        description='The schedule\'s own numbers, like `{"min_lr_rate": 0.1}` of '
+        '`cosine_with_min_lr` or `{"num_decay_steps": 50}` of `warmup_stable_decay`.',
+    )
     warmup_steps: NonNegativeFloat = Field(
         0, description="Steps of rising learning rate; below 1: a share of all steps."
     )

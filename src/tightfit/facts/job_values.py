@@ -22,7 +22,13 @@ _BOUNDS = {
     "exclusiveMaximum": "below {}",
     "maximum": "of at most {}",
 }
-_TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "null": "none"}
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "null": "none",
+    "object": "names with values, as YAML or JSON",
+}
 
 
 def accepted_by(key: str) -> str:

@@ -20,7 +20,8 @@ _OPTIMIZERS = {
 _NEAREST = {"adamw_compact": "adamw_8bit"}  # of what transformers does not have
 _SAME = (
     "output_dir", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type",
-    "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "max_grad_norm",
     "label_smoothing_factor", "seed", "logging_steps", "eval_strategy", "eval_steps",
     "per_device_eval_batch_size", "save_strategy", "save_steps", "save_total_limit",
     "save_only_model", "ddp_timeout",

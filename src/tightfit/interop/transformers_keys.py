@@ -15,7 +15,8 @@ _ANY = Accepts.ANYTHING
 # Fields that a job has under the same name, or under one that `other_names` knows.
 SAME = (
     "output_dir", "overwrite_output_dir", "per_device_train_batch_size", "num_train_epochs",
-    "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "optim",
+    "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "warmup_ratio", "optim",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps",
     "max_grad_norm", "label_smoothing_factor", "bf16", "fp16",
     "gradient_checkpointing", "activation_checkpointing",
@@ -142,7 +143,6 @@ _REFUSED = {
     "load_best_model_at_end": "the last model is kept; leave it out",
     "group_by_length": "samples come in the order of the seed; leave it out",
     "optim_target_modules": "of GaLore and APOLLO; leave it out",
-    "lr_scheduler_kwargs": "schedules have no numbers of their own here; leave it out",
     "adafactor": "say optim: adafactor",
     "parallelism_config": "say tensor_parallel_size and data_parallel_replicas",
 }

@@ -315,9 +315,11 @@ def _scheduler(job: Job, optimizer: torch.optim.Optimizer, total_steps: int) -> 
             optimizer,
             num_warmup_steps=steps,
             num_training_steps=total_steps,
+            scheduler_specific_kwargs=dict(job.lr_scheduler_kwargs),
         )
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"lr_scheduler_type: {error}") from None
+        own = f" (lr_scheduler_kwargs: {job.lr_scheduler_kwargs})" * bool(job.lr_scheduler_kwargs)
+        raise ConfigError(f"lr_scheduler_type: {job.lr_scheduler_type}{own}: {error}") from None
     return scheduler
 
 
