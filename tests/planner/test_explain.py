@@ -1,4 +1,4 @@
-"""Every number in a reason is a difference of two bills."""
+"""Every number in a reason is a difference of two bills, or of a bill and a bound."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def test_reasons_are_differences_of_two_bills(
 ) -> None:
     chosen = plan(memory_limit=peaks[0])
     others = dict(without_technique(chosen.policies))
-    assert len(chosen.reasons) == len(others) >= 3
-    for reason, (name, without) in zip(chosen.reasons, others.items(), strict=True):
+    for without in others.values():
+        pricing.bill(without)  # what was run anyway is not bounded
+    reasons = list(reasons_for(chosen.policies, pricing, chosen.limits))
+    assert len(chosen.reasons) == len(reasons) == len(others) >= 3
+    for reason, (name, without) in zip(reasons, others.items(), strict=True):
         bill = pricing.bill(without)
         saved = bill.peak_bytes(Tier.DEVICE) - chosen.bill.peak_bytes(Tier.DEVICE)
         seconds = chosen.step_time.total - pricing.step_time(without).total
@@ -34,6 +37,35 @@ def test_reasons_are_differences_of_two_bills(
         assert (f"costs {format_seconds(seconds)}" in reason) is (seconds > 0)
         assert missing > 0, "in the tightest plan of all each technique is needed"
         assert reason.endswith(f"without it {format_bytes(missing)} would be missing")
+
+
+def test_what_a_bound_decides_is_not_priced(
+    plan: Planner, peaks: list[int], pricing: Pricing
+) -> None:
+    """Nothing that is said is more than what a dry run says."""
+    chosen = plan(memory_limit=peaks[0])
+    fresh = Pricing(pricing.plain, pricing.config, pricing.workload, pricing.rates)
+    fresh.bill(fresh.plain)
+    reasons = list(reasons_for(chosen.policies, fresh, chosen.limits))
+    bounded = [
+        (reason, without)
+        for reason, without in zip(reasons, without_all(chosen.policies), strict=True)
+        if ": at least " in reason
+    ]
+    assert bounded
+    for reason, without in bounded:
+        assert not fresh.was_run(without) or without == fresh.plain
+        least = fresh.least_bill(without).peak_bytes(Tier.DEVICE)
+        saved = least - chosen.bill.peak_bytes(Tier.DEVICE)
+        assert f": at least {format_bytes(saved)} less on the device, " in reason
+        missing = format_bytes(least - peaks[0])
+        assert reason.endswith(f"without it at least {missing} would be missing")
+        assert least <= pricing.bill(without).peak_bytes(Tier.DEVICE)
+
+
+def without_all(policies: Policies) -> list[Policies]:
+    """Without each technique."""
+    return [without for _, without in without_technique(policies)]
 
 
 def test_a_technique_that_saves_time_or_is_not_needed_says_so(pricing: Pricing) -> None:

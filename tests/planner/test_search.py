@@ -18,6 +18,7 @@ from tightfit.errors import ConfigError, DoesNotFitError, UnsupportedError
 from tightfit.facts.hardware import Accelerator, Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.workload import Workload
+from tightfit.planner.first_fit import EQUAL_TIMES
 from tightfit.planner.fitting import possible
 from tightfit.planner.machine import limits_of
 from tightfit.planner.options import options_of, without_technique
@@ -33,7 +34,7 @@ Planner = Callable[..., Plan]
 MakeJob = Callable[..., Job]
 Machine = Callable[[int], Hardware]
 
-RANKS = [0, 3, 8, 14, 23]  # which of the twenty-four device peaks is the limit
+RANKS = [0, 5, 12, 21, 35]  # which of the thirty-six device peaks is the limit
 
 
 def candidates(job: Job) -> list[Policies]:
@@ -46,22 +47,24 @@ def peak(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_nothing_that_fits_is_faster(
+def test_nothing_that_fits_is_faster_or_as_fast_with_fewer_techniques(
     plan: Planner, job: MakeJob, pricing: Pricing, peaks: list[int], rank: int
 ) -> None:
     chosen = plan(memory_limit=peaks[rank])
     assert chosen.fits
-    limits = chosen.limits
-    for policies in candidates(job()):
+    fitting = {
+        policies: pricing.step_time(policies).total
+        for policies in candidates(job())
         if all(
-            limits.missing_bytes(pricing.bill(policies, full_depth=deep)) <= 0
+            chosen.limits.missing_bytes(pricing.bill(policies, full_depth=deep)) <= 0
             for deep in (False, True)
-        ):
-            seconds = pricing.step_time(policies).total
-            assert (chosen.step_time.total, count_techniques(chosen.policies)) <= (
-                seconds,
-                count_techniques(policies),
-            ), policies
+        )
+    }
+    latest = min(fitting.values()) * EQUAL_TIMES
+    assert chosen.step_time.total <= latest
+    own = count_techniques(chosen.policies), chosen.step_time.total
+    for policies, seconds in fitting.items():
+        assert seconds > latest or own <= (count_techniques(policies), seconds), policies
 
 
 def test_tighter_limits_need_slower_plans(plan: Planner, peaks: list[int]) -> None:
@@ -316,7 +319,7 @@ def unsupported(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         def run(
             config: PretrainedConfig, policies: Policies, workload: Workload, **options: Any
         ) -> DryRun:
-            if any(name == technique for name, _ in without_technique(policies)):
+            if any(name.endswith(technique) for name, _ in without_technique(policies)):
                 raise UnsupportedError(f"{technique} does not work for this model")
             return honest(config, policies, workload, **options)
 
@@ -325,7 +328,7 @@ def unsupported(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return refuse
 
 
-@pytest.mark.parametrize("technique", ["sliced loss", "gradient checkpointing"])
+@pytest.mark.parametrize("technique", ["sliced loss", " checkpointing"])
 def test_auto_goes_around_what_the_model_does_not_support(
     plan: Planner, peaks: list[int], unsupported: Callable[[str], None], technique: str
 ) -> None:
@@ -337,7 +340,7 @@ def test_auto_goes_around_what_the_model_does_not_support(
     for limit in (2000, peaks[0]):  # before and after candidates were priced
         with pytest.raises(DoesNotFitError, match="nothing fits") as raised:
             plan(memory_limit=limit)
-        assert technique.removeprefix("gradient ") not in str(raised.value).splitlines()[0]
+        assert technique not in str(raised.value).splitlines()[0]
 
 
 def test_what_the_model_does_not_support_is_named_among_the_alternatives(
@@ -412,7 +415,7 @@ def test_two_ranks_compute_half_each_and_send(plan: Planner) -> None:
     assert two.step_time.communication > 0 == one.step_time.communication
 
 
-@pytest.mark.parametrize(("rank", "most"), [(-1, 2), (0, 10), (3, 7), (8, 7)])
+@pytest.mark.parametrize(("rank", "most"), [(-1, 2), (0, 11), (5, 7), (12, 7)])
 def test_a_plan_takes_few_dry_runs(
     rank: int,
     most: int,

@@ -1,7 +1,8 @@
 """Says in plain words why a plan has its techniques, and which keys have done nothing.
 
-Every number is that of a dry run with one thing changed, or a closed form where one says it
-(`closed_reasons.py`). Knows nothing of how plans are found.
+Every number is that of a dry run with one thing changed, or what is known without one: a lower
+bound where that is already too much for the device, or a closed form (`closed_reasons.py`). Knows
+nothing of how plans are found.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ _WORTH_NAMING = 0.01  # of a step
 
 
 def reasons_for(policies: Policies, pricing: Pricing, limits: Limits) -> Iterator[str]:
-    """One sentence for each technique: what it saves here and what it costs."""
+    """One sentence for each technique: what it saves here and what it costs.
+
+    A technique without which a bound is over the device's limit is not priced without it: that
+    takes seconds, and the bound says why the technique is there.
+    """
     bill, seconds = pricing.bill(policies), pricing.step_time(policies).total
     peak = bill.peak_bytes(Tier.DEVICE)
     for name, without in without_technique(policies):
         try:
-            other = pricing.bill(without)
+            other, is_bound = _bill_without(without, pricing, limits)
         except UnsupportedError as error:
             yield f"{name}: the rest does not go without it ({error})"
             continue
         saved = other.peak_bytes(Tier.DEVICE) - peak
         cost = seconds - pricing.step_time(without).total
         over = limits.missing_bytes(other)
+        least, most = ("at least ", "at most ") if is_bound else ("", "")
         needed = (
-            f"without it {format_bytes(over)} would be missing"
+            f"without it {least}{format_bytes(over)} would be missing"
             if over > 0
             else "it also fits without"
         )
@@ -47,19 +53,34 @@ def reasons_for(policies: Policies, pricing: Pricing, limits: Limits) -> Iterato
             if cost < 0
             else "costs no time"
         )
-        elsewhere = _elsewhere(bill, other) if without.placement != policies.placement else ""
-        yield f"{name}: {format_bytes(saved)} less on the device, {elsewhere}{price}; {needed}"
+        moved = without.placement != policies.placement
+        elsewhere = _elsewhere(bill, other, most) if moved else ""
+        device = f"{least}{format_bytes(saved)} less on the device"
+        yield f"{name}: {device}, {elsewhere}{price}; {needed}"
     yield from closed_reasons(policies, pricing, limits)
     yield from _wear(policies, pricing)
 
 
-def _elsewhere(bill: MemoryTable, without: MemoryTable) -> str:
+def _bill_without(without: Policies, pricing: Pricing, limits: Limits) -> tuple[MemoryTable, bool]:
+    """The bill of these, or what is known to be on it at least; and whether it is that.
+
+    Raises:
+        UnsupportedError: the engine cannot do them with this model.
+    """
+    device = Limits(device_bytes=limits.device_bytes)
+    least = pricing.least_bill(without)
+    if not pricing.was_run(without) and device.missing_bytes(least) > 0:
+        return least, True
+    return pricing.bill(without), False
+
+
+def _elsewhere(bill: MemoryTable, without: MemoryTable, most: str) -> str:
     """What the other tiers have more because something has left the device."""
     host = sum(
         bill.peak_bytes(tier) - without.peak_bytes(tier) for tier in (Tier.HOST, Tier.PINNED)
     )
     more = {"the host": host, "nvme": bill.peak_bytes(Tier.NVME) - without.peak_bytes(Tier.NVME)}
-    return "".join(f"{format_bytes(n)} more on {name}, " for name, n in more.items() if n > 0)
+    return "".join(f"{most}{format_bytes(n)} more on {name}, " for name, n in more.items() if n > 0)
 
 
 def _wear(policies: Policies, pricing: Pricing) -> Iterator[str]:
