@@ -39,8 +39,7 @@ def test_a_plan_that_does_not_fit_ends_all_ranks(job_file: JobFile, tmp_path: Pa
     found = tightfit("train", path)
     assert found.returncode == 3
     (said,) = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
-    assert said.startswith(f"error: rank 0 ({socket.gethostname()}, process ")
-    assert "this plan needs" in said
+    assert said.startswith("error: this plan needs"), "which is every rank's plan"
     assert found.stdout.count("samples: 8 to train") == 1
     assert not (tmp_path / "run").exists()
 
@@ -94,8 +93,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("words", [[], ["--num_gpus", "2"]], ids=["all cards", "two ranks"])
-def test_torch_is_told_to_be_silent_before_it_is_loaded(words: list[str], tmp_path: Path) -> None:
-    argv = ["train", str(tmp_path / "none"), "--dataset", "none.jsonl", "--train_batch_size", "2"]
+def test_torch_is_told_to_be_silent_before_it_is_loaded(
+    words: list[str], tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    argv = ["train", str(tiny_model_folder), "--dataset", "none.jsonl", "--train_batch_size", "2"]
     argv += ["--output_dir", str(tmp_path / "run"), *words]
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
     ended = subprocess.run(

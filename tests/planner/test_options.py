@@ -45,7 +45,7 @@ def test_auto_leaves_every_technique_open(job: MakeJob) -> None:
     kinds = [LossKind.FULL, LossKind.CHUNKED, LossKind.SLICED]
     assert [loss.kind for loss in found.losses] == kinds
     assert [(c.enabled, c.every) for c in found.checkpointing] == [(False, 1), (True, 2), (True, 1)]
-    placements = found.own.placement.all()
+    placements = found.own.placement.all
     candidates = list(found.candidates())
     assert len(candidates) == len(set(candidates)) == 4 * 3 * 3 * len(placements)
 
@@ -87,7 +87,7 @@ def test_the_plain_policies_have_no_technique_and_the_leanest_have_all(job: Make
 def test_the_leanest_have_the_loss_that_is_asked_for(job: MakeJob, loss: str) -> None:
     found = options(job(loss=loss))
     assert {str(policies.loss.kind) for policies in found.leanest()} == {loss}
-    assert len(found.leanest()) == len(found.own.placement.all())
+    assert len(found.leanest()) == len(found.own.placement.all)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def choices(job: Job, *, on_card: bool = False) -> PlacementChoices:
 
 def tiers(job: Job) -> list[tuple[Tier, Tier, Tier]]:
     """Gradients, states and parameters of each placement with activations on the device."""
-    found = choices(job).all()
+    found = choices(job).all
     near = [p for p in found if p.activations is DEVICE]
     return [(p.gradients, p.optimizer_states, p.parameters) for p in near]
 
@@ -53,7 +53,7 @@ def test_what_may_leave_under_auto_nearest_first(job: MakeJob) -> None:
         (HOST, NVME, NVME),
         (NVME, NVME, NVME),
     ]
-    every = choices(job()).all()
+    every = choices(job()).all
     assert len(every) == len(set(every)) == 16
     assert [p.activations for p in every] == [DEVICE] * 8 + [HOST] * 8
 
@@ -86,15 +86,15 @@ def test_what_may_leave_under_keys(
 
 
 def test_all_placements_are_policies(job: MakeJob) -> None:
-    for placement in choices(job()).all():
+    for placement in choices(job()).all:
         Policies(placement=placement)
-    for placement in choices(job(finetuning_type="lora")).all():
+    for placement in choices(job(finetuning_type="lora")).all:
         Policies(placement=placement, adapter=AdapterPolicy())
 
 
 def test_activations_that_are_named(job: MakeJob) -> None:
     def named(word: bool) -> set[Tier]:
-        return {p.activations for p in choices(job(offload_activations=word)).all()}
+        return {p.activations for p in choices(job(offload_activations=word)).all}
 
     assert named(True) == {HOST}
     assert named(False) == {DEVICE}
@@ -112,7 +112,7 @@ def test_activations_that_are_named(job: MakeJob) -> None:
 def test_the_lazy_step_is_on_by_itself_where_it_gains(
     job: MakeJob, lazy_step: str, on_card: bool, expected: dict[Tier, bool]
 ) -> None:
-    found = choices(job(lazy_step=lazy_step), on_card=on_card).all()
+    found = choices(job(lazy_step=lazy_step), on_card=on_card).all
     assert {p.optimizer_states: p.lazy_step for p in found} == expected
 
 
@@ -139,7 +139,7 @@ def test_the_fraction_that_is_the_planners(
 
 
 def test_numbers_of_the_job_are_in_every_placement_that_uses_them(job: MakeJob) -> None:
-    found = choices(job(offload_prefetch=3, offload_param_fraction=0.25)).all()
+    found = choices(job(offload_prefetch=3, offload_param_fraction=0.25)).all
     assert {p.prefetch for p in found} == {3}
     assert {p.parameter_fraction for p in found if p.parameters is not DEVICE} == {0.25}
     assert {p.parameter_fraction for p in found if p.parameters is DEVICE} == {1.0}

@@ -92,9 +92,9 @@ def _run(argv: Sequence[str]) -> int:
     if verb == "plan" and arguments.largest:
         return _largest(arguments)
     if verb == "plan":
-        return _plan(*_job(arguments), arguments)
+        return _plan(*_job_of_a_model(arguments), arguments)
     # A config of another tool is for cards, wherever it is billed.
-    return _estimate(*_job(arguments, beside_config={"num_gpus": 1}), arguments)
+    return _estimate(*_job_of_a_model(arguments, beside_config={"num_gpus": 1}), arguments)
 
 
 def _job(
@@ -111,8 +111,17 @@ def _job(
         path = Path(given)
     elif given is not None:
         overrides = {"model_name_or_path": given} | overrides
-    job, reading = load(path, overrides, defaults, beside_config)
-    load_model_spec(job.model_name_or_path)  # says what is wrong before a verb's slow imports
+    return load(path, overrides, defaults, beside_config)
+
+
+def _job_of_a_model(
+    arguments: argparse.Namespace,
+    defaults: Mapping[str, Any] | None = None,
+    beside_config: Mapping[str, Any] | None = None,
+) -> tuple[Job, Reading | None]:
+    """The same, where there is such a model: what is wrong is said before a verb's slow imports."""
+    job, reading = _job(arguments, defaults, beside_config)
+    load_model_spec(job.model_name_or_path)
     return job, reading
 
 
@@ -120,7 +129,7 @@ def _job_to_train(
     arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None
 ) -> tuple[Job, Reading | None]:
     """A job for the machine at hand."""
-    job, reading = _job(arguments, defaults)
+    job, reading = _job_of_a_model(arguments, defaults)
     check_is_for_here(vars(job))
     return job, reading
 

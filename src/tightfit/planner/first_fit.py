@@ -142,7 +142,7 @@ class FirstFit:
         """Where the fraction is not known yet, as if a single layer would do."""
         entry = _Entry(0.0, 0, 0.0, number, whole, name, layers, tries)
         policies = self._policies(entry)
-        nearest = self.options.way_of(whole).placement.all()[0]
+        nearest = self.options.way_of(whole).placement.all[0]
         staying = replace(whole, placement=nearest)
         entry.seconds = max(
             self.fitting.pricing.step_time(choice).total for choice in (policies, staying)

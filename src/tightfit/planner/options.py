@@ -144,7 +144,7 @@ class Options:
                 self.batches(sharding),
                 self.losses,
                 self.checkpointing,
-                way.placement.all(),
+                way.placement.all,
             ):
                 yield replace(
                     way.fixed,

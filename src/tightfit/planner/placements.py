@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 from tightfit.facts.job import Job
@@ -44,6 +45,7 @@ class PlacementChoices:
     trains_parameters: bool
     together: bool
 
+    @cached_property
     def all(self) -> tuple[PlacementPolicy, ...]:
         """Every placement that is open; the one nearest to the device first, all that leaves whole
         where the planner finds the fraction."""
