@@ -173,7 +173,7 @@ RULES = [
     Rule(
         "one card and less than 30% short: smaller micro-batches, accumulation, checkpointing, "
         "no offload",
-        (job(SMALL, "rtx-5090", "128GiB", 2, loss="full"),),
+        (job(SMALL, "rtx-5090", "128GiB", 4, cutoff_len=1024, loss="full"),),
         lambda one: 0 < one.plain_shortage < 0.3 and smaller_batches(one),
     ),
     Rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ def test_one_process_is_the_first_of_many() -> None:
         gathered = torch.empty(8 * 3)
         dist.all_gather_single(gathered, torch.ones(3))
     assert not dist.is_initialized()
+
+
+def test_errors_are_shown_as_before() -> None:
+    shown = sys.excepthook
+    with fake_ranks(2):
+        assert sys.excepthook is shown
+    assert sys.excepthook is shown
 
 
 def test_one_rank_needs_no_group() -> None:

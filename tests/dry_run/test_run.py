@@ -26,6 +26,7 @@ from tightfit.policies import (
     PlacementPolicy,
     Policies,
     PrecisionPolicy,
+    QuantisationPolicy,
     ShardingPolicy,
     Tier,
 )
@@ -216,6 +217,25 @@ def test_stages_of_few_layers_stand_for_those_of_many(
     assert program.run(config, policies, WORKLOAD, full_depth=False, card=None) == whole
     assert depths
     assert max(depths) < layers
+
+
+@pytest.mark.parametrize("loss", LossKind)
+@pytest.mark.parametrize("base", [None, QuantisationPolicy()], ids=["16 bits", "4 bits"])
+def test_stages_with_adapters_pass_the_type_of_their_base(
+    base: QuantisationPolicy | None, loss: LossKind
+) -> None:
+    """The first parameter of the last stage is an adapter's, in fp32, where the base has 4 bits:
+    what comes has its type no more than what goes."""
+    policies = Policies(
+        precision=PrecisionPolicy("bf16"),
+        adapter=AdapterPolicy(rank=2),
+        quantisation=base,
+        loss=LossPolicy(loss),
+        batch=BatchPolicy(1, 3),
+        sharding=ShardingPolicy(2, pipeline_parallel=2),
+    )
+    found = program.run(CONFIG, policies, WORKLOAD, full_depth=True, card=None)
+    assert sorted(found.stages) == [0, 1]
 
 
 AWAY = [

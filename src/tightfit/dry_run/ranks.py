@@ -6,6 +6,7 @@ would. Knows nothing of the engine.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,7 +32,9 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
             "a dry run of several ranks inside a rank of a real process group; start a process "
             "for it"
         )
+    shown = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    sys.excepthook = shown  # torch's puts the rank before every line, once for each group so far
     try:
         yield
     finally:
