@@ -71,11 +71,18 @@ class Rule:
 
     Attributes:
         holds: of what became of the jobs, in their order.
+        unfit: whether it is about a job that nothing fits.
     """
 
     said: str
     jobs: tuple[Keys, ...]
     holds: Callable[..., bool] = field(compare=False)
+    unfit: bool = False
+
+    def comes_out(self, *found: Found) -> bool:
+        """Whether the plans of its jobs follow it."""
+        fit = all(one.policies is not None for one in found)
+        return (fit or self.unfit) and self.holds(*found)
 
 
 def job(model: str, gpu: str, ram: str = "none", batch: int = 8, **more: Any) -> Keys:
@@ -290,6 +297,7 @@ RULES = [
             and on_disk(with_disk)
             and with_disk.plain_bytes > 107e9
         ),
+        unfit=True,
     ),
     Rule(
         "QLoRA of Qwen2.5-7B on 10 GB, where the base alone is 5.5 GB",

@@ -69,7 +69,7 @@ def comes_out(rule: Rule, rows: list[dict[str, Any] | None]) -> str:
     found = [from_json(row["found"]) for row in rows if row is not None]
     if len(found) < len(rows):
         return ""
-    return "yes" if rule.holds(*found) else "no"
+    return "yes" if rule.comes_out(*found) else "no"
 
 
 def outcome(row: dict[str, Any] | None) -> str:
