@@ -36,8 +36,8 @@ def run(
     job = Job(_briefly(chosen.policies), workload, card)
     layers: tuple[int, ...] = ()
     if wanted.sharding.pipeline_parallel > 1:
-        counted = fullest_stages(config, job, full_depth=full_depth)
         layers = layers_of_stages(config, wanted.sharding)
+        counted = fullest_stages(config, job, layers, full_depth=full_depth)
     else:
         counted = _counted(config, job, full_depth=full_depth)
     table = table_of_sections(counted.sections)

@@ -21,11 +21,15 @@ from tightfit.ledger import table_of_sections
 from tightfit.policies import ShardingPolicy, Tier
 
 
-def fullest_stages(config: PretrainedConfig, job: Job, *, full_depth: bool) -> Counted:
-    """For every section and tier the stage of a pipeline that takes most there."""
-    sharding = job.policies.sharding
-    runs = layers_of_stages(config, sharding)
-    numbers = _stages_that_may_be_fullest(config, runs, sharding)
+def fullest_stages(
+    config: PretrainedConfig, job: Job, runs: Sequence[int], *, full_depth: bool
+) -> Counted:
+    """For every section and tier the stage of a pipeline that takes most there.
+
+    Args:
+        runs: how many layers each run has, in the order of the model.
+    """
+    numbers = _stages_that_may_be_fullest(config, runs, job.policies.sharding)
     by_number = {
         number: _whole(config, job, number) if full_depth else _stage(config, job, runs, number)
         for number in numbers
@@ -57,11 +61,7 @@ def _whole(config: PretrainedConfig, job: Job, number: int) -> Counted:
 
 
 def _stage(config: PretrainedConfig, job: Job, runs: Sequence[int], number: int) -> Counted:
-    """One stage, with few layers and along a line where that is less work than with all.
-
-    Args:
-        runs: how many layers each run has, in the order of the model.
-    """
+    """One stage, with few layers and along a line where that is less work than with all."""
     policies, stages = job.policies, job.policies.sharding.pipeline_parallel
     prefix, period = rounds_of(config, every=policies.checkpointing.every)
     least, own = shallow(policies), runs[number::stages]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tightfit.engine.moments import SMALLEST_SCALE, blocks
+from tightfit.engine.moments import SMALLEST_SCALE, blocks, scale_by_peaks
 
 _STEPS = 127  # on either side of 0, which is the code 128
 _MIDDLE = 128
@@ -34,13 +34,8 @@ class Softsign:
 
     def narrow(self, values: Tensor, codes: Tensor, scales: Tensor, work: Tensor) -> None:
         """2x / (1 + |x|) of x in [-1, 1], rounded."""
+        scale_by_peaks(values, scales, work)
         below = work[: values.numel()]
-        torch.abs(values, out=below)
-        for magnitudes, of_block in blocks(below, scales):
-            torch.amax(magnitudes, dim=1, keepdim=True, out=of_block)
-        scales.clamp_(min=SMALLEST_SCALE)
-        for part, of_block in blocks(values, scales):
-            part.div_(of_block)
         torch.abs(values, out=below)
         values.div_(below.add_(1)).mul_(2 * _STEPS).round_()
         codes.copy_(values.add_(_MIDDLE))

@@ -67,13 +67,7 @@ class Table:
 
     def narrow(self, values: Tensor, codes: Tensor, scales: Tensor, work: Tensor) -> None:
         """See `Code.narrow`."""
-        magnitudes = work[: values.numel()]
-        torch.abs(values, out=magnitudes)
-        for absolute, of_block in blocks(magnitudes, scales):
-            torch.amax(absolute, dim=1, keepdim=True, out=of_block)
-        scales.clamp_(min=SMALLEST_SCALE)
-        for part, of_block in blocks(values, scales):
-            part.div_(of_block)
+        scale_by_peaks(values, scales, work)
         index = values.view(torch.int32)
         index.bitwise_right_shift_(16).add_(_KEYS // 2)
         torch.index_select(self.encode, 0, index, out=codes)
@@ -125,6 +119,20 @@ def _middle(half: int) -> float:
     """The middle of all fp32 values whose upper 16 bits are `half`."""
     value: float = struct.unpack("<f", struct.pack("<Hh", 0x8000, half))[0]
     return value
+
+
+def scale_by_peaks(values: Tensor, scales: Tensor, work: Tensor) -> None:
+    """Bring `values` to [-1, 1]: `scales` become the largest magnitudes of their blocks.
+
+    Shapes are those of `Code.narrow`.
+    """
+    magnitudes = work[: values.numel()]
+    torch.abs(values, out=magnitudes)
+    for absolute, of_block in blocks(magnitudes, scales):
+        torch.amax(absolute, dim=1, keepdim=True, out=of_block)
+    scales.clamp_(min=SMALLEST_SCALE)
+    for part, of_block in blocks(values, scales):
+        part.div_(of_block)
 
 
 def blocks(values: Tensor, scales: Tensor) -> Sequence[tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tightfit.interop.writing import Sheet, Written, as_json, remarks
+from tightfit.interop.writing import Sheet, Written, as_json, leave_ranks_to, remarks
 
 _OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 _LOSS_SCALE = (
@@ -26,9 +26,7 @@ def write_deepspeed(keys: Mapping[str, Any]) -> Written:
     """
     sheet = Sheet(keys)
     content = deepspeed_content(sheet, own_optimizer=True)
-    for name in ("num_gpus", "nnodes"):
-        if sheet.look_at(name) != 1:
-            sheet.missing(name, "the launcher says it: `deepspeed --num_gpus`, `--num_nodes`")
+    leave_ranks_to(sheet, "`deepspeed --num_gpus`, `--num_nodes`")
     notes = sheet.finish()
     if notes:
         content["_tightfit"] = list(remarks(notes))

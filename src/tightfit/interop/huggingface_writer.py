@@ -7,7 +7,15 @@ from typing import Any
 
 from tightfit.interop.deepspeed_writer import deepspeed_content
 from tightfit.interop.fsdp_writer import can_be_fsdp, fsdp_content
-from tightfit.interop.writing import Sheet, Written, as_json, as_yaml, batch_sizes, remarks
+from tightfit.interop.writing import (
+    Sheet,
+    Written,
+    as_json,
+    as_yaml,
+    batch_sizes,
+    leave_ranks_to,
+    remarks,
+)
 
 _OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
@@ -43,7 +51,7 @@ def write_transformers(keys: Mapping[str, Any]) -> Written:
     if checkpointing == "selective":
         sheet.missing("gradient_checkpointing", "every layer is recomputed, not every second")
     content |= _sharing(sheet)
-    _ranks(sheet, "torchrun --nproc_per_node, --nnodes")
+    leave_ranks_to(sheet, "torchrun --nproc_per_node, --nnodes")
     return Written(as_json(content), tuple(sheet.finish()))
 
 
@@ -66,7 +74,7 @@ def write_llamafactory(keys: Mapping[str, Any]) -> Written:
     if sheet.says("attention"):
         content["flash_attn"] = _KERNELS[sheet.get("attention")]
     content |= _sharing(sheet)
-    _ranks(sheet, "FORCE_TORCHRUN=1 with NPROC_PER_NODE and NNODES")
+    leave_ranks_to(sheet, "FORCE_TORCHRUN=1 with NPROC_PER_NODE and NNODES")
     notes = sheet.finish()
     lines = ["Made by tightfit.", "Take the template of the model's family, and enter the data",
              "set in dataset_info.json.", *remarks(notes)]  # fmt: skip
@@ -113,9 +121,3 @@ def _sharing(sheet: Sheet) -> dict[str, Any]:
         part = sheet.with_keys(gradient_checkpointing="false")  # the Trainer's own key says it
         return {"fsdp": True, "fsdp_config": fsdp_content(part)}
     return {"deepspeed": deepspeed_content(sheet, own_optimizer=False)}
-
-
-def _ranks(sheet: Sheet, launcher: str) -> None:
-    for name in ("num_gpus", "nnodes"):
-        if sheet.look_at(name) != 1:
-            sheet.missing(name, f"the launcher says it: {launcher}")

@@ -200,15 +200,13 @@ def read_torchtitan(document: Document, ranks: Ranks) -> Reading:
 def _batch(translation: Translation) -> None:
     """A pipeline cuts the local batch into micro-batches; without one it is one."""
     key = "training.global_batch_size"
-    total = translation.take(key)
-    if total is not None and total > 0:
+    total = translation.take(key) or -1
+    if total > 0:
         translation.become(key, train_batch_size=int(total))
-    elif translation.has(key):
-        total = None
     said = {key: translation.take(key) for key in _LOCAL_BATCHES}
     local = {key: size for key, size in said.items() if size is not None}
     if (translation.take("parallelism.pipeline_parallel_degree") or 1) > 1:
-        _staged_batch(translation, local, accumulates=total is None)
+        _staged_batch(translation, local, accumulates=total <= 0)
         return
     for key, size in local.items():
         translation.become(key, per_device_train_batch_size=size)
@@ -219,7 +217,8 @@ def _batch(translation: Translation) -> None:
 
 
 def _staged_batch(translation: Translation, local: Mapping[str, int], *, accumulates: bool) -> None:
-    """
+    """The sizes of micro-batches, and how many of them a step takes.
+
     Args:
         local: the sizes of the local batch, by the keys that say them.
         accumulates: whether it is all that a step takes.

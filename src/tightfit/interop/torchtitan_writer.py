@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tightfit.interop.fsdp_writer import offloads_all
-from tightfit.interop.writing import Sheet, Written, batch_sizes, remarks
+from tightfit.interop.writing import Sheet, Written, batch_sizes, leave_ranks_to, remarks
 
 _Content = dict[str, dict[str, Any]]
 
@@ -89,9 +89,7 @@ def _batch_and_ranks(sheet: Sheet, training: dict[str, Any]) -> dict[str, Any]:
     if staged:
         content["pipeline_parallel_microbatch_size"] = micro
         content["pipeline_parallel_schedule"] = _SCHEDULES[sheet.get("pipeline_schedule")]
-    for name in ("num_gpus", "nnodes"):
-        if sheet.look_at(name) != 1:
-            sheet.missing(name, "the launcher says it: torchrun --nproc_per_node, --nnodes")
+    leave_ranks_to(sheet, "torchrun --nproc_per_node, --nnodes")
     return content
 
 

@@ -167,6 +167,13 @@ def batch_sizes(sheet: Sheet) -> tuple[int, int]:
     return micro, steps
 
 
+def leave_ranks_to(sheet: Sheet, launcher: str) -> None:
+    """Note the ranks of a job, which the tool's launcher has to be told."""
+    for name in ("num_gpus", "nnodes"):
+        if sheet.look_at(name) != 1:
+            sheet.missing(name, f"the launcher says it: {launcher}")
+
+
 def remarks(notes: list[Note]) -> Iterator[str]:
     """The notes as lines for the file itself."""
     for note in notes:
