@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.stepping import norms_of_steps
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.optimization import Adafactor
@@ -178,12 +179,7 @@ def test_it_goes_on_where_it_was_saved(
         return fit(model, Policies(precision=types, optimizer=ADAFACTOR, placement=placement))
 
     def steps(engine: Engine, seeds: range) -> list[float]:
-        norms = []
-        for seed in seeds:
-            ids, labels = make_batch(seed)
-            engine.backward(engine.loss(ids, labels, 30))
-            norms.append(engine.step())
-        return norms
+        return norms_of_steps(engine, make_batch, seeds)
 
     engine, fresh = fitted(PlacementPolicy()), fitted(placement)
     steps(engine, range(3))

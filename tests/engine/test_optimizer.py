@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.conftest import VOCABULARY
+from tests.engine.stepping import norms_of_steps
 from torch import nn
 from transformers import get_scheduler
 
@@ -175,12 +176,7 @@ def test_states_go_on_where_they_were_saved(
         return fit(make_model(dtype), policies)
 
     def steps(engine: Engine, seeds: range) -> list[float]:
-        norms = []
-        for seed in seeds:
-            ids, labels = make_batch(seed)
-            engine.backward(engine.loss(ids, labels, 30))
-            norms.append(engine.step())
-        return norms
+        return norms_of_steps(engine, make_batch, seeds)
 
     engine, fresh = fitted(saved_on), fitted(loaded_on)
     steps(engine, range(3))
@@ -233,12 +229,7 @@ def test_the_compact_optimizer_goes_on_where_it_was_saved(
         return fit(model, Policies(precision=BF16, optimizer=COMPACT, placement=placement))
 
     def steps(engine: Engine, seeds: range) -> list[float]:
-        norms = []
-        for seed in seeds:
-            ids, labels = make_batch(seed)
-            engine.backward(engine.loss(ids, labels, 30))
-            norms.append(engine.step())
-        return norms
+        return norms_of_steps(engine, make_batch, seeds)
 
     engine, fresh = fitted(PlacementPolicy()), fitted(loaded_on)
     steps(engine, range(3))
