@@ -30,7 +30,7 @@ _BAD_VALUE = (
 
 
 def load_config(config: dict[str, Any]) -> PretrainedConfig:
-    """A transformers config from the content of a config.json.
+    """A transformers config from the content of a config.json, which transformers would write to.
 
     Raises:
         InputError: transformers does not accept a value of it.
@@ -42,7 +42,7 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
             f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; "
             "install a newer one, or name another model (code from a model folder is never run)"
         )
-    fields = {key: value for key, value in config.items() if key != "model_type"}
+    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
     try:
         loaded = AutoConfig.for_model(model_type, **fields)
     except (StrictDataclassError, *_BAD_VALUE) as error:
