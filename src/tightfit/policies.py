@@ -172,6 +172,10 @@ class PlacementPolicy:
     lazy_step: bool = False
 
 
+# Activations in smaller storages stay: a copy of them takes less time than beginning one (10 us).
+SMALLEST_LEAVING_BYTES = 2**16
+
+
 @dataclass(frozen=True)
 class QuantisationPolicy:
     """A frozen base of `bits` bits: 4 is NF4 (https://arxiv.org/abs/2305.14314).

@@ -40,7 +40,7 @@ MEASURED = [phase for phase in Phase if phase not in (Phase.SAVE, Phase.RESUME)]
 
 @pytest.fixture(autouse=True)
 def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_LEAVING_BYTES", 1)
 
 
 def measure(policies: Policies, folder: Path) -> MemoryTable:

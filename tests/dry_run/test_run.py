@@ -295,6 +295,7 @@ def depths_that_stand_for_all(
 ) -> list[int]:
     """The depths that are run in place of the whole, of which they say the same."""
     workload = Workload(16, 6)
+    program._of_few_layers.cache_clear()
     whole = program.run(config, policies, workload, full_depth=True, card=None)
     depths: list[int] = []
     monkeypatch.setattr(
@@ -303,6 +304,20 @@ def depths_that_stand_for_all(
     assert program.run(config, policies, workload, full_depth=False, card=None) == whole
     assert len(depths) >= 2
     return depths
+
+
+def test_fractions_of_one_plan_share_their_runs_of_few_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 40})
+    first, second = (
+        Policies(placement=replace(AWAY[0], optimizer_fraction=fraction)) for fraction in (0.3, 0.7)
+    )
+    assert depths_that_stand_for_all(config, first, monkeypatch)
+    monkeypatch.setattr(program, "with_depth", None)  # nothing is run any more
+    run = {"full_depth": False, "card": None}
+    one, other = (program.run(config, p, Workload(16, 6), **run) for p in (first, second))
+    assert one.table != other.table
 
 
 def test_two_runs_of_few_layers_are_run_whole() -> None:

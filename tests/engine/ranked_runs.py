@@ -153,7 +153,7 @@ def main(folder: Path, micro_batches: int, cases: list[Case]) -> None:
     torch.set_num_threads(1)
     import_library()
     apply.Transfer = PostponedTransfer  # type: ignore[misc]
-    activations.SMALLEST_BYTES = 1  # else nothing of a tiny model leaves
+    activations.SMALLEST_LEAVING_BYTES = 1  # else nothing of a tiny model leaves
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=one_rank, args=(rank, folder, micro_batches, cases))

@@ -97,7 +97,7 @@ Results = tuple[list[float], list[torch.Tensor]]
 @pytest.fixture(autouse=True)
 def everything_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small."""
-    monkeypatch.setattr(module, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(module, "SMALLEST_LEAVING_BYTES", 1)
 
 
 def policies_of(case: str) -> Policies:
@@ -705,7 +705,7 @@ def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [offload(root).buffers]
     loss_of(root)
     small = 2 * 12 * 4  # one number for each token
-    monkeypatch.setattr(module, "SMALLEST_BYTES", small + 1)
+    monkeypatch.setattr(module, "SMALLEST_LEAVING_BYTES", small + 1)
     root = make_model()
     held.append(offload(root).buffers)
     loss_of(root)

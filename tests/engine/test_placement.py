@@ -64,7 +64,9 @@ LONG = {"hidden_size": 64, "num_hidden_layers": 3}  # matrices of 4096 values: 8
 @pytest.fixture(autouse=True)
 def postponed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "Transfer", PostponedTransfer)
-    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)  # else nothing of a tiny model leaves
+    monkeypatch.setattr(
+        activations, "SMALLEST_LEAVING_BYTES", 1
+    )  # else nothing of a tiny model leaves
 
 
 @pytest.fixture

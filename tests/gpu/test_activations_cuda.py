@@ -32,7 +32,7 @@ BLOCK_BYTES = 512  # torch's caching allocator rounds every allocation up to thi
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The embedding's gradient is summed with atomics otherwise."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(module, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(module, "SMALLEST_LEAVING_BYTES", 1)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

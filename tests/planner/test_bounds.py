@@ -23,6 +23,7 @@ from tightfit.policies import (
     LossKind,
     LossPolicy,
     PlacementPolicy,
+    Policies,
     ShardingPolicy,
     Tier,
 )
@@ -185,3 +186,90 @@ def test_parameters_that_visited_the_device_visit_it_for_a_smaller_batch(pricing
     farther = replace(smaller, placement=replace(away.placement, prefetch=2))
     elsewhere = bounds.table(farther, run).phase_peak_bytes(Phase.FORWARD, Tier.DEVICE)
     assert elsewhere < 10**9, "with other layers fetched ahead others visit"
+
+
+LARGE = LlamaConfig(
+    vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
+    num_attention_heads=8, num_key_value_heads=4,
+)  # fmt: skip
+
+
+def large(job: Callable[..., Job], rates: Rates, **keys: object) -> tuple[Pricing, list[Policies]]:
+    """What is open to a model whose activations are large enough to leave, priced for a card."""
+    options = options_of(
+        job(train_batch_size=4, loss="full", **keys), precision="bf16", chunked_loss=True,
+        on_card=True, config=LARGE.to_dict(),
+    )  # fmt: skip
+    pricing = Pricing(options.plain(), LARGE, Workload(2048, 4), rates, (8, 0))
+    return pricing, list(options.candidates())
+
+
+def test_activations_that_will_leave_bound_the_host_before_any_has_left(
+    job: Callable[..., Job], rates: Rates
+) -> None:
+    keys = {"offload_param": "none", "offload_optimizer": "none", "offload_activations": "true"}
+    pricing, candidates = large(job, rates, **keys)
+    assert len(candidates) == 9
+    least = {
+        policies: pricing.least_bill(policies).peak_bytes(Tier.HOST) for policies in candidates[::2]
+    }
+    for policies, known in least.items():
+        bill = pricing.bill(policies)
+        takes = bill.peak_bytes(Tier.HOST) + bill.peak_bytes(Tier.PINNED)
+        assert known <= takes, policies
+        if not policies.checkpointing.enabled:
+            assert known > 0.5 * takes, "so little turns nothing down"
+
+
+def test_what_is_likely_is_near_to_the_bill(job: Callable[..., Job], rates: Rates) -> None:
+    """Of smaller micro-batches, after the plain run; adapters' states may be elsewhere."""
+    keys = {"finetuning_type": "lora", "offload_activations": "true", "offload_param": "cpu",
+            "gradient_checkpointing": True}  # fmt: skip
+    pricing, candidates = large(job, rates, **keys)
+    smaller = [p for p in candidates if p.batch.micro_batch_size < 4]
+    assert len(smaller) == 4
+    for policies in smaller[::3]:
+        likely, bill = pricing.likely_bill(policies), pricing.bill(policies)
+        assert likely is not None
+        near = pytest.approx(bill.peak_bytes(Tier.DEVICE), rel=0.1)
+        assert likely.peak_bytes(Tier.DEVICE) == near, policies
+
+
+def test_what_all_tensor_ranks_have_is_learnt_from_two_sizes_of_their_groups(
+    pricing: Pricing,
+) -> None:
+    """A quarter of what layers leave is on each rank, three quarters are divided."""
+    plain = replace(
+        pricing.plain, loss=LossPolicy(LossKind.SLICED), batch=BatchPolicy(1, 4),
+    )  # fmt: skip
+    run = pricing.counts(pricing.plain)
+    bounds = LowerBounds(sequence_length=1)
+
+    def divided(ranks: int) -> Policies:
+        return replace(plain, sharding=ShardingPolicy(ranks, tensor_parallel=ranks))
+
+    def of_layers() -> int:
+        least = bounds.table(divided(4), run).peaks[Phase.FORWARD][Tier.DEVICE]
+        return least.get(Kind.ACTIVATIONS, 0)
+
+    for ranks, left in ((1, 100_000_000), (2, 62_500_000)):
+        kinds = {Tier.DEVICE: {Kind.ACTIVATIONS: left}}
+        seen = replace(run, table=MemoryTable({Phase.FORWARD: kinds}))
+        bounds.learn(divided(ranks), seen)
+        if ranks == 1:
+            assert of_layers() == pytest.approx(25_000_000, rel=0.01)
+    assert 0.9 * 43_750_000 < of_layers() < 43_750_000
+
+
+def test_gathered_parameters_that_were_seen_are_there_for_a_smaller_batch(
+    pricing: Pricing,
+) -> None:
+    run = pricing.counts(pricing.plain)
+    bounds = LowerBounds(sequence_length=1)
+    shared = replace(pricing.plain, sharding=ShardingPolicy(2, 3))
+    kinds = {Tier.DEVICE: {Kind.LOGITS: 1000, Kind.COLLECTIVES: 10**9}}
+    bounds.learn(shared, replace(run, table=MemoryTable({Phase.BACKWARD: kinds})))
+    smaller = replace(shared, batch=BatchPolicy(1, 2))
+    states = bounds.states(smaller, run).phase_peak_bytes(Phase.FORWARD, Tier.DEVICE)
+    least = bounds.table(smaller, run).phase_peak_bytes(Phase.FORWARD, Tier.DEVICE)
+    assert least - states == 10**9 + 500

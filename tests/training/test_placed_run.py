@@ -44,7 +44,7 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def small_activations_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_LEAVING_BYTES", 1)
 
 
 def saved(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from transformers import PretrainedConfig
 
@@ -105,7 +106,8 @@ def _divided(config: PretrainedConfig, job: Job, runs: Sequence[int]) -> Counted
     def counted(lengths: Sequence[int]) -> Counted:
         placement = with_runs(job.policies.placement, lengths)
         shorter = replace(job, policies=replace(job.policies, placement=placement))
-        return program(with_depth(config, sum(lengths)), shorter)
+        shown = config.to_json_string(use_diff=False)
+        return _of_few_layers(_Shown(shown, config), shorter, sum(lengths))
 
     def one_round_more(number: int) -> list[int]:
         return [length + period * (index == number) for index, length in enumerate(few)]
@@ -115,6 +117,20 @@ def _divided(config: PretrainedConfig, job: Job, runs: Sequence[int]) -> Counted
         for number in longer
     ]
     return along(counted(few), steps)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A config that is equal to another with the same content."""
+
+    content: str
+    config: PretrainedConfig = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _of_few_layers(shown: _Shown, job: Job, layers: int) -> Counted:
+    """The same for every fraction whose runs of layers are longer."""
+    return program(with_depth(shown.config, layers), job)
 
 
 def _briefly(policies: Policies) -> Policies:

@@ -40,10 +40,7 @@ from tightfit.engine.saved import NO_BACKWARD, Saved, Span, Travelling
 from tightfit.engine.transfer import Transfer
 from tightfit.engine.units import Unit
 from tightfit.ledger import local_part
-from tightfit.policies import PlacementPolicy
-
-# Smaller storages stay. A copy of as many bytes takes less time than beginning one (some 10 us).
-SMALLEST_BYTES = 2**16
+from tightfit.policies import SMALLEST_LEAVING_BYTES, PlacementPolicy
 
 
 class ActivationOffload:
@@ -172,7 +169,7 @@ class ActivationOffload:
             return False
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
-        if size_bytes < SMALLEST_BYTES or size_bytes % tensor.element_size():
+        if size_bytes < SMALLEST_LEAVING_BYTES or size_bytes % tensor.element_size():
             return False
         if not span.is_known:  # shards become parameters when their unit begins, after its hooks
             span.is_known = True

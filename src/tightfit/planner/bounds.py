@@ -32,6 +32,7 @@ from tightfit.planner.stage_bounds import (
     uncut,
 )
 from tightfit.policies import (
+    SMALLEST_LEAVING_BYTES,
     AdapterPolicy,
     CheckpointingPolicy,
     LossKind,
@@ -53,6 +54,8 @@ _STAYING = (
     Kind.OPTIMIZER_STATES,
     Kind.BUFFERS,
 )
+_CAUTION = 0.9  # of what is taken from differences, and not seen itself
+_LARGE = 64  # times the smallest tensor that leaves, beside which smaller ones do not count
 # Decides what layers leave for backward.
 _Layers = tuple[CheckpointingPolicy, AdapterPolicy | None, QuantisationPolicy | None]
 
@@ -69,6 +72,8 @@ class _Seen:
             where a layer's are made again that the loss did not see, and of a stage's layers.
         host_bytes: of activations that had left it.
         parameter_bytes: on the device, whatever the batch.
+        collective_bytes: of gathered parameters and gradients, whatever the batch.
+        allocator_bytes: what a card's allocator could not hand out.
     """
 
     loss: LossPolicy
@@ -79,26 +84,49 @@ class _Seen:
     of_layers: int
     host_bytes: int
     parameter_bytes: int
+    collective_bytes: int
+    allocator_bytes: int
 
-    def least_bytes(self, policies: Policies, parameter_bytes: int) -> int:
+    def least_bytes(self, policies: Policies, parameter_bytes: int, gathered_bytes: int) -> int:
         """What another micro-batch takes at the same moment, at least, and parameters that visit
-        the device then.
+        the device then or are gathered.
 
         Args:
             parameter_bytes: that stay on it.
+            gathered_bytes: that are counted apart.
         """
         kinds, own, its = dict(self.kinds), self.placement, policies.placement
         ways = (own.activations, own.prefetch), (its.activations, its.prefetch)
         if its.activations is not Tier.DEVICE and ways[0] != ways[1]:
             kinds.pop(Kind.ACTIVATIONS, None)
-        alike = replace(own, activations=its.activations) == its
+        alike = _parameters_are(own) == _parameters_are(its)
         visiting = max(0, self.parameter_bytes - parameter_bytes) if alike else 0
-        return int(sum(kinds.values()) * self._share(policies)) + visiting
+        gathered = max(0, self.collective_bytes - gathered_bytes)
+        return int(sum(kinds.values()) * self._share(policies)) + visiting + gathered
 
-    def least_of_layers(self, policies: Policies) -> int:
-        """The same of what layers leave, whatever the loss and however ranks divide the model."""
+    def is_near(self, policies: Policies) -> bool:
+        """Whether no more than a smaller micro-batch and other states set it apart from them."""
+        placement = policies.placement
+        return (
+            self.sequences >= policies.batch.micro_batch_size
+            and _parameters_are(self.placement) == _parameters_are(placement)
+            and self.placement.activations is placement.activations
+        )
+
+    def likely_allocator_bytes(self, policies: Policies) -> int:
+        """What the allocator is likely to hold beside tensors, with a smaller micro-batch."""
+        return int(self.allocator_bytes * self._share(policies))
+
+    def least_of_layers(self, policies: Policies, replicated_bytes: float) -> int:
+        """The same of what layers leave, whatever the loss and however ranks divide the model.
+
+        Args:
+            replicated_bytes: of a sequence, that each tensor rank has.
+        """
         fewer = self.sharding.tensor_parallel / policies.sharding.tensor_parallel
-        return int(self.of_layers * self._share(policies) * min(1.0, fewer))
+        replicated = min(replicated_bytes * self.sequences, self.of_layers)
+        divided = (self.of_layers - replicated) * min(1.0, fewer)
+        return int((replicated + divided) * self._share(policies))
 
     def least_host_bytes(self, policies: Policies) -> int:
         """The same of activations that leave."""
@@ -144,6 +172,8 @@ class LowerBounds:
                     of_layers if phase is Phase.FORWARD else 0,
                     sum(away),
                     device.get(Kind.PARAMETERS, 0),
+                    device.get(Kind.COLLECTIVES, 0),
+                    device.get(Kind.ALLOCATOR, 0),
                 )
             )
         self._stages[_layers(policies)].extend(_seen_stages(policies, run))
@@ -179,8 +209,23 @@ class LowerBounds:
         least = least.plus(Tier.DEVICE, Kind.COLLECTIVES, whole, Phase.FORWARD)
         if not stay and not is_uncut(policies):
             host = _most(one.least_host_bytes(policies) for one in self._of_same_loss(policies))
+            host = max(host, self._least_away(policies, run))
             least = least.plus(Tier.HOST, Kind.ACTIVATIONS, host, Phase.FORWARD)
         return self._with_the_rest(policies, least)
+
+    def likely(self, policies: Policies, run: DryRun) -> MemoryTable | None:
+        """What they will take, no bound: it may be a little more or less. None where nothing near
+        to them was seen.
+
+        Args:
+            run: of the same model and adapter.
+        """
+        near = [one for one in self._of_same_loss(policies) if one.is_near(policies)]
+        if not near or policies.sharding.pipeline_parallel > 1:
+            return None
+        nearest = min(near, key=lambda one: one.sequences)
+        wasted = nearest.likely_allocator_bytes(policies)
+        return self.table(policies, run).plus(Tier.DEVICE, Kind.ALLOCATOR, wasted)
 
     def _least_on_device(
         self, policies: Policies, run: DryRun, states: Kinds, gathered: int, *, stay: bool
@@ -194,7 +239,7 @@ class LowerBounds:
             average = sum(states.values()) + gathered
             return StageBound(policies, run, average, of_layers, seen, stay).beyond_average()
         measured = _most(
-            one.least_bytes(policies, states.get(Kind.PARAMETERS, 0))
+            one.least_bytes(policies, states.get(Kind.PARAMETERS, 0), gathered)
             for one in self._of_same_loss(policies)
         )
         of_the_loss = self._least_of_the_loss(policies, run)
@@ -227,12 +272,34 @@ class LowerBounds:
         their inputs alone, of which tensor ranks have all."""
         width = policies.precision.parameter_bytes
         inputs = run.shape.layers * self._tokens(policies) * run.shape.hidden_size * width
-        seen = (
-            int(one.least_of_layers(policies) * share)
-            for key, share in _leaving_less(policies, run)
-            for one in self._seen[key]
-        )
-        return max(inputs, _most(seen))
+        most = inputs
+        for key, share in _leaving_less(policies, run):
+            replicated = self._replicated_bytes(key)
+            seen = _most(one.least_of_layers(policies, replicated) for one in self._seen[key])
+            most = max(most, int(seen * share))
+        return most
+
+    def _replicated_bytes(self, key: _Layers) -> float:
+        """Of what layers leave of a sequence, the part that each tensor rank has: t ranks have
+        t times it and the rest once. 0 until two sizes of tensor groups were seen."""
+        left: dict[int, float] = {}
+        for one in self._seen[key]:
+            ranks = one.sharding.tensor_parallel
+            left[ranks] = max(left.get(ranks, 0.0), one.of_layers / one.sequences)
+        if len(left) < 2:
+            return 0.0
+        (few, most), (many, least) = min(left.items()), max(left.items())
+        return _CAUTION * max(0.0, (many * least - few * most) / (many - few))
+
+    def _least_away(self, policies: Policies, run: DryRun) -> int:
+        """What layers leave that leaves the device (`engine/activations.py`): all but that of the
+        last ones, and tensors too small for it."""
+        sharding, layers = policies.sharding, run.shape.layers
+        hidden = self._tokens(policies) * run.shape.hidden_size * policies.precision.parameter_bytes
+        if sharding.pipeline_parallel > 1 or hidden < _LARGE * SMALLEST_LEAVING_BYTES:
+            return 0
+        leaving = max(0, layers - 1 - policies.placement.prefetch) / layers
+        return int(_CAUTION * leaving * self._least_of_layers(policies, run))
 
     def _least_of_the_loss(self, policies: Policies, run: DryRun) -> int:
         """What a loss holds beside all that layers left: logits and their logarithms in fp32, or in
@@ -253,6 +320,11 @@ class LowerBounds:
 
     def _tokens(self, policies: Policies) -> int:
         return policies.batch.micro_batch_size * self.sequence_length
+
+
+def _parameters_are(placement: PlacementPolicy) -> tuple[Tier, float, int]:
+    """Decides which parameters visit the device, and when."""
+    return placement.parameters, placement.parameter_fraction, placement.prefetch
 
 
 def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:

@@ -9,9 +9,11 @@ other layers, as their bills say, and it takes the place of the time that it the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf
 
 from tightfit.planner.fitting import Fitting, possible
@@ -64,43 +66,75 @@ class FirstFit:
 
     def of(self, candidates: Iterable[Policies]) -> Policies | None:
         """None where none fits."""
-        queue, latest, found = self._queue(candidates), inf, None
+        queue = self._queue(candidates)
+        while True:
+            fitting, passed = self._by_few_layers(queue)
+            if not fitting:
+                return None
+            *others, found = fitting
+            policies = self._policies(found)
+            if self.fitting.fits_whole(policies):
+                for entry in others:
+                    self.fitting.turn_down(self._policies(entry), _MORE_TECHNIQUES)
+                return policies
+            for entry in (*others, *passed, *self._following(found)):
+                heappush(queue, entry)
+
+    def _by_few_layers(self, queue: list[_Entry]) -> tuple[list[_Entry], list[_Entry]]:
+        """What fits by bills of a few layers, each with fewer techniques than the one before, so
+        the last is the one to take; and what had no fewer. A run of all layers is dear: only the
+        one to take has one."""
+        latest = inf
+        fitting: list[_Entry] = []
+        passed: list[_Entry] = []
         while queue and queue[0].seconds <= latest:
             entry = heappop(queue)
-            if found is not None and entry.techniques >= count_techniques(found):
+            if fitting and entry.techniques >= fitting[-1].techniques:
+                passed.append(entry)
                 continue
-            if entry.name is None or entry.tries:
-                policies = self._policies(entry)
-                if self.fitting.fits(policies):
-                    if found is not None:
-                        self.fitting.turn_down(found, _MORE_TECHNIQUES)
-                    latest, found = min(latest, entry.seconds * EQUAL_TIMES), policies
-                    continue
+            is_known = entry.name is None or entry.tries
+            if is_known and self.fitting.fits_few_layers(self._policies(entry)):
+                fitting.append(entry)
+                latest = min(latest, entry.seconds * EQUAL_TIMES)
+                continue
             for following in self._following(entry):
                 heappush(queue, following)
-        return found
+        return fitting, passed
 
     def first_that_could(self, candidates: Iterable[Policies], seconds: float) -> Policies | None:
-        """The first that was not turned down and of which nothing says that it does not fit; asks
-        for no bill.
+        """`first_of_each`, where all are of one kind; None where there is none."""
+        kinds = dict.fromkeys(candidates, ("",))
+        return self.first_of_each(kinds, seconds).get("")
+
+    def first_of_each(
+        self, kinds: Mapping[Policies, Collection[str]], seconds: float
+    ) -> dict[str, Policies]:
+        """Of each kind the first that was not turned down and of which nothing says that it does
+        not fit, if there is one; asks for no bill.
 
         Args:
+            kinds: of each candidate, as many as it is of.
             seconds: of a step; what is faster was looked at before.
         """
         down = {candidate.policies for candidate in self.fitting.turned_down}
-        queue = self._queue(candidates)
-        while queue:
+        queue, left = self._queue(kinds), set(chain.from_iterable(kinds.values()))
+        found: dict[str, Policies] = {}
+        while queue and left:
             entry = heappop(queue)
+            names = left.intersection(kinds[entry.whole])
+            if not names:
+                continue
             if entry.name is not None and not entry.layers:
                 following = self._at_least(entry)
                 if following is not None:
                     heappush(queue, following)
                 continue
             policies = self._policies(entry)
-            left = entry.seconds >= seconds and policies not in down
-            if left and self.fitting.could_fit(policies):
-                return policies
-        return None
+            is_new = entry.seconds >= seconds and policies not in down
+            if is_new and self.fitting.could_fit(policies):
+                found |= dict.fromkeys(names, policies)
+                left -= names
+        return found
 
     def _queue(self, candidates: Iterable[Policies]) -> list[_Entry]:
         """A heap of them; those whose fraction is open once with all of it and once with less."""
@@ -180,38 +214,54 @@ class FirstFit:
         assert name is not None
         if self.fitting.limits.device_bytes is None or not self.fitting.could_fit_the_device(whole):
             return None
-        for leaving in range(1, layers + 1):
-            if self.fitting.could_fit(with_fraction(whole, name, fraction_of(leaving, layers))):
-                return self._entry(entry.number, whole, name, leaving)
-        return None
+
+        def leaving(count: int) -> Policies:
+            return with_fraction(whole, name, fraction_of(count, layers))
+
+        # The more leave the emptier is the device and the fuller is where they go.
+        counts = range(1, layers + 1)
+        index = bisect_left(
+            counts, True, key=lambda count: self.fitting.could_fit_the_device(leaving(count))
+        )
+        if index == layers or not self.fitting.could_fit(leaving(counts[index])):
+            return None
+        return self._entry(entry.number, whole, name, counts[index])
 
     def _least(self, entry: _Entry) -> _Entry | None:
-        """The entry with as many layers as the bill of all of them says are missing; None where
-        no number of them could do."""
+        """The entry with as many layers as the bill of all of them says are missing, or a likely
+        one, as its own will be asked for; None where no number of them could do."""
         fitting, whole, name = self.fitting, entry.whole, entry.name
         limit = fitting.limits.device_bytes
         assert name is not None
         assert limit is not None
         # Bounds are closer by now.
-        if self._at_least(entry) is None or fitting.refusal(whole) is not None:
+        if self._at_least(entry) is None:
             return None
-        run, bill = fitting.pricing.counts(whole), fitting.pricing.bill(whole)
+        bill = fitting.pricing.likely_bill(whole)
+        if bill is None:
+            if fitting.refusal(whole) is not None:
+                return None
+            bill = fitting.pricing.bill(whole)
+        run = fitting.pricing.counts(whole)
         layers = least_leaving(whole, name, bill, run, limit)
         if layers is None:
             return None
         return self._entry(entry.number, whole, name, layers, 1)
 
     def _more(self, entry: _Entry) -> _Entry | None:
-        """The entry with what its own bill has shown to be missing on the device as well; None
-        where another tier is short, or all may as well leave."""
-        fitting, policies = self.fitting, self._policies(entry)
+        """The entry with what its own bill, or a bound, has shown to be missing on the device as
+        well; None where another tier is short, or all may as well leave."""
+        policies, pricing, limits = self._policies(entry), self.fitting.pricing, self.fitting.limits
         assert entry.name is not None
-        use = fitting.limits.tightest(fitting.pricing.bill(policies))
-        if use is not None and use.missing_bytes <= 0:  # so it is at full depth
-            use = fitting.limits.tightest(fitting.pricing.bill(policies, full_depth=True))
+        if pricing.was_run(policies):
+            use = limits.tightest(pricing.bill(policies))
+            if use is not None and use.missing_bytes <= 0:  # so it is at full depth
+                use = limits.tightest(pricing.bill(policies, full_depth=True))
+        else:  # a bound was enough to turn it down
+            use = limits.tightest(pricing.least_bill(policies))
         if use is None or use.name != "device" or entry.tries == _MOST_TRIES:
             return None
-        each = layer_bytes(fitting.pricing.counts(policies), entry.whole, entry.name)
+        each = layer_bytes(pricing.counts(policies), entry.whole, entry.name)
         layers = entry.layers + max(1, -(-use.missing_bytes // each))
         if layers > self._layers(policies):
             return None

@@ -41,13 +41,17 @@ class Fitting:
 
     def fits(self, policies: Policies) -> bool:
         """Whether all of it fits, at full depth too."""
+        return self.fits_few_layers(policies) and self.fits_whole(policies)
+
+    def fits_few_layers(self, policies: Policies) -> bool:
+        """Whether it fits by the bill of a few layers."""
         if self._exceeds_at_least(policies):
             return False
         refusal = self.refusal(policies)
         if refusal is not None:
             self.turn_down(policies, refusal)
             return False
-        return self._priced(policies, full_depth=False) and self.fits_whole(policies)
+        return self._priced(policies, full_depth=False)
 
     def fits_whole(self, policies: Policies) -> bool:
         """Whether it fits at full depth; asks for no other bill."""

@@ -6,6 +6,7 @@ in the engine, what belongs to no layer leaves only with everything (a fraction 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -113,11 +114,14 @@ def least_leaving(
     None where even one layer is too many to keep.
     """
     layers = run.shape.layers
-    for leaving in range(1, layers + 1):
+    counts = range(1, layers + 1)
+
+    def is_enough(leaving: int) -> bool:
         policies = with_fraction(whole, name, fraction_of(leaving, layers))
-        if _device_bytes(whole, policies, bill, run) <= limit_bytes:
-            return leaving
-    return None
+        return _device_bytes(whole, policies, bill, run) <= limit_bytes
+
+    index = bisect_left(counts, True, key=is_enough)  # the more leave the less is there
+    return None if index == layers else counts[index]
 
 
 def layer_bytes(run: DryRun, whole: Policies, name: str) -> int:

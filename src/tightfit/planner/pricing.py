@@ -189,6 +189,12 @@ class Pricing:
         least = self._least.table(policies, self.counts(policies))
         return _whole(least, policies, self.card, self.link)
 
+    def likely_bill(self, policies: Policies) -> MemoryTable | None:
+        """The bill as far as those so far tell, near to it and no bound; it makes none. None where
+        there is no bill of anything near."""
+        likely = self._least.likely(policies, self.counts(policies))
+        return None if likely is None else _whole(likely, policies, self.card, self.link)
+
     def step_time(self, policies: Policies) -> StepTime:
         """Predicted seconds of one optimizer step."""
         if self._timed_with is not self.rates:  # a disk's are measured late

@@ -7,9 +7,9 @@ of these fits is not known, only that nothing says that it does not.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from tightfit.facts.machine import machine_of
 from tightfit.planner.described_rates import described_rates
@@ -36,12 +36,13 @@ def slower_than(at: Prepared, chosen: Policies) -> Iterator[Slower]:
     seconds = at.pricing.step_time(chosen).total
     here = FirstFit(at.options, at.fitting)
     yield from _nearest_on_one_card(at, chosen, seconds)
-    for kind, candidates in _by_kind(at, chosen).items():
-        found = here.first_that_could(candidates, seconds)
-        if found is not None:
+    kinds = _kinds(at, chosen)
+    first = here.first_of_each(kinds, seconds)
+    for kind in dict.fromkeys(chain.from_iterable(kinds.values())):
+        if kind in first:
             # Nothing is taken for faster because it leaves the device (`first_fit.py`).
-            own = max(seconds, at.pricing.step_time(found).total)
-            yield Slower(kind, found, own, compared(own, seconds))
+            own = max(seconds, at.pricing.step_time(first[kind]).total)
+            yield Slower(kind, first[kind], own, compared(own, seconds))
     for way in at.options.allowed:
         if not way.has(chosen):
             yield from _allowed(at, here, way, seconds)
@@ -56,10 +57,10 @@ def compared(own: float, seconds: float) -> str:
     return f"{'slower' if own > seconds else 'faster, if it fits'}: {takes}, this plan {plan}"
 
 
-def _by_kind(at: Prepared, chosen: Policies) -> Mapping[str, list[Policies]]:
-    """The candidates that share the job out in another way, by that way, and those that share it
-    out alike, by each technique that the plan has not."""
-    kinds: dict[str, list[Policies]] = defaultdict(list)
+def _kinds(at: Prepared, chosen: Policies) -> Mapping[Policies, list[str]]:
+    """The candidates that share the job out in another way, with that way, and those that share it
+    out alike, with each technique that the plan has not."""
+    kinds = {}
     own, used = uncut(chosen.sharding), set(_techniques(chosen))
     for policies in at.options.candidates(at.options.way_of(chosen)):
         if uses_disk(policies.placement) != uses_disk(chosen.placement) or not possible(policies):
@@ -69,8 +70,8 @@ def _by_kind(at: Prepared, chosen: Policies) -> Mapping[str, list[Policies]]:
         else:
             name = sharing_out(policies.sharding)
             names = [] if name == sharing_out(own) else [name]
-        for name in names:
-            kinds[name].append(policies)
+        if names:
+            kinds[policies] = names
     return kinds
 
 

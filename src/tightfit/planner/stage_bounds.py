@@ -64,8 +64,11 @@ class SeenStage:
     activation_bytes: int
 
     def is_of(self, policies: Policies) -> bool:
-        """Whether these policies have the same loss, and stages alike but for their layers."""
-        return self.loss == policies.loss and self.sharding == uncut(policies.sharding)
+        """Whether these policies have the same loss, which the last stage makes, and stages alike
+        but for their layers."""
+        makes_loss = self.number == self.sharding.pipeline_parallel - 1
+        alike = self.sharding == uncut(policies.sharding)
+        return alike and (self.loss == policies.loss or not makes_loss)
 
     def least_bytes(self, policies: Policies, layers: tuple[int, ...], *, stay: bool) -> int:
         """What the same stage has with another micro-batch and other layers, at least."""
