@@ -40,7 +40,7 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
     shown, cut = sys.excepthook, _fsdp_param._chunk_with_empty  # type: ignore[attr-defined]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     sys.excepthook = shown  # torch's puts the rank before every line, once for each group so far
-    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[attr-defined]
+    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:

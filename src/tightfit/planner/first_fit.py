@@ -63,6 +63,7 @@ class FirstFit:
 
     options: Options
     fitting: Fitting
+    _staying: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def of(self, candidates: Iterable[Policies]) -> Policies | None:
         """None where none fits."""
@@ -173,17 +174,26 @@ class FirstFit:
     def _entry(
         self, number: int, whole: Policies, name: str | None, layers: int = 0, tries: int = 0
     ) -> _Entry:
-        """Where the fraction is not known yet, as if a single layer would do."""
-        entry = _Entry(0.0, 0, 0.0, number, whole, name, layers, tries)
-        policies = self._policies(entry)
-        nearest = self.options.way_of(whole).placement.all[0]
-        staying = replace(whole, placement=nearest)
-        entry.seconds = max(
-            self.fitting.pricing.step_time(choice).total for choice in (policies, staying)
-        )
-        entry.techniques = count_techniques(policies)
-        entry.leaving = _leaving(policies.placement)
+        """Where the fraction is not known yet, as if nothing left."""
+        entry = _Entry(self._seconds_staying(whole), 0, 0.0, number, whole, name, layers, tries)
+        entry.techniques = count_techniques(whole)
+        if name is None or layers:
+            policies = self._policies(entry)
+            entry.seconds = max(entry.seconds, self.fitting.pricing.step_time(policies).total)
+            entry.leaving = _leaving(policies.placement)
         return entry
+
+    def _seconds_staying(self, whole: Policies) -> float:
+        """Of a step with nothing off the device that may stay."""
+        decides = (
+            whole.sharding, whole.batch, whole.loss, whole.checkpointing,
+            whole.adapter, whole.quantisation, whole.optimizer,
+        )  # fmt: skip
+        if decides not in self._staying:
+            nearest = self.options.way_of(whole).placement.all[0]
+            staying = replace(whole, placement=nearest)
+            self._staying[decides] = self.fitting.pricing.step_time(staying).total
+        return self._staying[decides]
 
     def _policies(self, entry: _Entry) -> Policies:
         if entry.name is None:
