@@ -70,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "checkpointing", "loss"), every(3, CASES))
+@pytest.mark.parametrize(("name", "checkpointing", "loss"), every(4, CASES))
 def test_a_dry_run_is_what_a_placed_run_takes(
     name: str, checkpointing: bool, loss: LossKind, tmp_path: Path
 ) -> None:

@@ -44,7 +44,8 @@ RESUMED = [
     pytest.param(Fault("answer", "odd", after=4), ODD, 4, marks=SLOW),
 ]
 RESTARTED = [
-    pytest.param(Fault("writing", after=4), KILLED, LAST),
+    # `tests/launch/test_supervisor.py` starts all again after a kill every day.
+    pytest.param(Fault("writing", after=4), KILLED, LAST, marks=SLOW),
     pytest.param(Fault("forward", "memory", after=3), MEMORY, LAST, marks=SLOW),
     pytest.param(Fault("writing", after=2), KILLED, "from the start", marks=SLOW),
     pytest.param(Fault("evaluation", after=0), KILLED, "from the start", marks=SLOW),

@@ -17,7 +17,7 @@ SHARED = {
     "stages of ZeRO-3": {"ranks": 4, "pipeline_parallel": 2, "zero_stage": 3},
 }
 FAULTS = [
-    pytest.param("stages", Fault("backward", "memory", after=3), MEMORY),
+    pytest.param("stages", Fault("backward", "memory", after=3), MEMORY, marks=SLOW),
     pytest.param("stages", Fault("forward", "odd", rank=0, after=3), ODD, marks=SLOW),
     pytest.param("stages", Fault("backward", "odd", rank=0, after=3), ODD, marks=SLOW),
     pytest.param("stages", Fault("forward", "memory", after=3), MEMORY, marks=SLOW),
