@@ -192,12 +192,19 @@ class QuantisationPolicy:
 
 @dataclass(frozen=True)
 class AdapterPolicy:
-    """LoRA adapters (https://arxiv.org/abs/2106.09685) on `targets`; an empty tuple: all linear."""
+    """LoRA adapters (https://arxiv.org/abs/2106.09685).
+
+    Attributes:
+        targets: modules that get one, by name; empty: all linear layers but the output layer.
+        rslora: whether they are scaled by alpha / sqrt(rank) in place of alpha / rank, so that
+            gradients keep their size at high ranks (https://arxiv.org/abs/2312.03732).
+    """
 
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
+    rslora: bool = False
 
 
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per parameter

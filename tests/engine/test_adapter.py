@@ -63,6 +63,23 @@ def test_gpt2_has_linear_layers_of_its_own_kind() -> None:
     assert trained_modules(model) == {"c_attn", "c_fc", "c_proj"}
 
 
+def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank_and_load_in_peft(
+    make_model: Make, make_batch: Callable[..., Any], tmp_path: Path
+) -> None:
+    adapted = apply_adapter(make_model(), AdapterPolicy(rank=4, alpha=6.0, rslora=True)).eval()
+    plain = apply_adapter(make_model(), AdapterPolicy(rank=4, alpha=12.0)).eval()
+    for model in (adapted, plain):
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.constant_(parameter, 0.1)
+    adapted.save_pretrained(tmp_path)
+    ids, _ = make_batch(0)
+    logits = adapted(input_ids=ids).logits
+    assert torch.equal(logits, plain(input_ids=ids).logits)  # 6 / sqrt(4) = 12 / 4
+    loaded = PeftModel.from_pretrained(make_model(), tmp_path)
+    assert torch.equal(loaded(input_ids=ids).logits, logits)
+
+
 def test_a_quantised_base_is_adapted_by_the_same_names(make_model: Make) -> None:
     for policy in (AdapterPolicy(), AdapterPolicy(targets=("q_proj", "down_proj"))):
         plain, quantised = make_model(), make_model()

@@ -146,14 +146,14 @@ def test_the_numbers_of_optimizer_and_adapter_come_from_the_job(job: MakeJob) ->
         job(
             learning_rate=0.25, weight_decay=0.5, adam_beta1=0.1, adam_beta2=0.2,
             adam_epsilon=0.125, max_grad_norm=3, finetuning_type="lora", lora_rank=4,
-            lora_dropout=0.5, lora_target="q_proj, v_proj,",
+            lora_dropout=0.5, lora_target="q_proj, v_proj,", use_rslora=True,
         )
     ).own.fixed  # fmt: skip
     optimizer = found.optimizer
     assert (optimizer.learning_rate, optimizer.weight_decay) == (0.25, 0.5)
     assert (optimizer.betas, optimizer.epsilon) == ((0.1, 0.2), 0.125)
     assert optimizer.max_grad_norm == 3
-    assert found.adapter == AdapterPolicy(4, 8.0, 0.5, ("q_proj", "v_proj"))
+    assert found.adapter == AdapterPolicy(4, 8.0, 0.5, ("q_proj", "v_proj"), rslora=True)
     adapter = way(options(job(lora_alpha=5)), "lora").fixed.adapter
     assert adapter is not None
     assert adapter.alpha == 5

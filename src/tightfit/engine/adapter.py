@@ -59,6 +59,7 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
         r=policy.rank,
         lora_alpha=policy.alpha,  # type: ignore[arg-type]  # peft divides, a float works
         lora_dropout=policy.dropout,
+        use_rslora=policy.rslora,
         target_modules=list(policy.targets) or "all-linear",
         fan_in_fan_out=_stores_transposed(model),
         task_type="CAUSAL_LM",

@@ -136,6 +136,9 @@ class Job(BaseModel):
     lora_target: str = Field(
         "all", description="Comma-separated module names to adapt, or `all` linear layers."
     )
+    use_rslora: bool = Field(
+        False, description="Scale adapters by alpha / sqrt(rank) in place of alpha / rank."
+    )
 
     # Data
     dataset: str | None = Field(None, description="Training rows: a .jsonl or .json file.")

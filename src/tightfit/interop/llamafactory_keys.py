@@ -14,7 +14,8 @@ _ANY = Accepts.ANYTHING
 
 SAME = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "lora_rank", "lora_alpha",
-    "lora_dropout", "lora_target", "eval_dataset", "val_size", "cutoff_len", "flash_attn",
+    "lora_dropout", "lora_target", "use_rslora", "eval_dataset", "val_size", "cutoff_len",
+    "flash_attn",
     "max_new_tokens", "offload_folder", "master_addr", "master_port", "model_max_length",
 )  # fmt: skip
 
@@ -164,7 +165,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "freeze_language_model": ("the text part of a model is trained", ()),
     "early_stopping_steps": ("a run has the steps that it was given", ()),
     "loraplus_lr_ratio": ("adapters have one learning rate", ()),
-    "use_rslora": ("say lora_alpha: alpha x sqrt(rank), which is the same", ()),
     "fp8": ("precision: bf16", ()),
     **dict.fromkeys(
         ("use_dora", "pissa_init", "use_galore", "use_apollo", "use_badam", "use_llama_pro",

@@ -45,6 +45,7 @@ def planned_keys(job: Job, policies: Policies) -> dict[str, Any]:
     if policies.adapter is not None:
         keys["lora_rank"] = policies.adapter.rank
         keys["lora_alpha"] = policies.adapter.alpha
+        keys["use_rslora"] = policies.adapter.rslora
     return {**said, **keys}
 
 

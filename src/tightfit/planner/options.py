@@ -401,4 +401,4 @@ def _adapter(job: Job) -> AdapterPolicy:
         else tuple(name.strip() for name in job.lora_target.split(",") if name.strip())
     )
     alpha = 2.0 * job.lora_rank if job.lora_alpha is None else job.lora_alpha
-    return AdapterPolicy(job.lora_rank, alpha, job.lora_dropout, targets)
+    return AdapterPolicy(job.lora_rank, alpha, job.lora_dropout, targets, job.use_rslora)
