@@ -198,6 +198,7 @@ class AdapterPolicy:
         targets: modules that get one, by name; empty: all linear layers but the output layer.
         rslora: whether they are scaled by alpha / sqrt(rank) in place of alpha / rank, so that
             gradients keep their size at high ranks (https://arxiv.org/abs/2312.03732).
+        modules_to_save: modules that are trained whole beside them, by the ends of their names.
     """
 
     rank: int = 8
@@ -205,6 +206,7 @@ class AdapterPolicy:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     rslora: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
 
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per parameter

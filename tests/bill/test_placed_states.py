@@ -54,6 +54,7 @@ PLACEMENTS = {
 OPTIMIZERS = list(OptimizerName)
 KEPT = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES, Kind.GRADIENTS)
 BF16 = PrecisionPolicy("bf16")
+WHOLE = AdapterPolicy(rank=2, modules_to_save=("embed_tokens", "lm_head", "norm"))
 
 
 def possible(**choices: Any) -> Policies | None:
@@ -72,7 +73,7 @@ CASES = [
         (BF16, None, (Master.SPLIT, Master.SPLIT_8)[number % 2]),
         (
             (BF16, PrecisionPolicy())[number % 2],
-            (None, AdapterPolicy(rank=2))[number // 2 % 2],
+            (None, AdapterPolicy(rank=2), None, WHOLE)[number // 2 % 4],
             Master.FP32,
         ),
     ]

@@ -119,6 +119,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "lora": {"adapter": AdapterPolicy(rank=2)},
     "narrow": {"adapter": AdapterPolicy(rank=2, targets=("q_proj", "v_proj", "o_proj"))},
     "dropping": {"adapter": AdapterPolicy(rank=2, dropout=0.3)},
+    "whole-lora": {"adapter": AdapterPolicy(rank=2, modules_to_save=("tokens", "head", "norm"))},
     "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
     "bf16": {"precision": PrecisionPolicy("bf16")},
     "fp16": {"precision": PrecisionPolicy("fp16")},
@@ -159,6 +160,7 @@ SHARDING = {
         "3 half accumulate fail",
         "3 far accumulate untied read",
         "3 fp16 chunk accumulate",
+        "3 whole-lora empty chunk accumulate",
     ],
     4: [
         "3 accumulate untied",
@@ -193,6 +195,9 @@ MORE_SHARDING = {
         "2 far checkpoint inf",
         "3 away qlora read",
         "3 late lora off",
+        "0 whole-lora slice host accumulate",
+        "1 whole-lora untied checkpoint",
+        "2 whole-lora away bf16 slice",
     ],
     4: [
         "1 accumulate lora",
@@ -214,6 +219,7 @@ TENSOR = {
         "0 tp2 empty moe checkpoint",
         "0 tp2 dropping chunk",
         "0 tp2 bf16 chunk untied",
+        "0 tp2 whole-lora chunk",
     ],
     3: [
         "0 tp3 smollm2 lora chunk",
@@ -232,6 +238,7 @@ MORE_TENSOR = {
         "0 tp2 biased",
         "0 tp2 empty qwen2",
         "0 tp2 empty droppy",
+        "0 tp2 whole-lora untied slice",
     ],
     3: [
         "0 tp3 smollm2 slice host",
@@ -264,6 +271,7 @@ PIPELINE = {
         "0 pp2 lora four empty",
         "0 pp2 cut2-1 four empty",
         "0 pp2 four fp16",
+        "0 pp2 whole-lora four untied bf16",
         "0 pp2 chunks3 deep five untied empty chunk peek",
     ],
     3: [
@@ -281,6 +289,7 @@ MORE_PIPELINE = {
         "0 pp2 host four slice short",
         "0 pp2 moe four empty",
         "0 pp2 wide qlora four empty",
+        "0 pp2 whole-lora four untied empty host",
     ],
     3: [
         "0 pp3 chunks2 deep five gemma2 eager",

@@ -30,6 +30,8 @@ AWAY: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": LORA,
+    # Of a tied model: saved under both names.
+    "whole": LORA | {"additional_target": "embed_tokens,norm"},
     "away": AWAY,
     "8bit": {"optim": "adamw_8bit"},
     "compact": {"optim": "adamw_compact", "optim_master": "split_8", "precision": "bf16"},
@@ -92,6 +94,9 @@ CASES: dict[str, list[tuple[int, int | dict[str, Any], int]]] = {
     "lora on 2, stage 3": [(2, 3, STEPS)],
     "lora on 2, stage 0": [(2, 0, STEPS)],
     "lora on 2, stage 1": [(2, 1, STEPS)],
+    "whole on 1": [(1, 0, STEPS)],
+    "whole from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
+    "whole from stage 2 to tensor parallel": [(2, 2, LATER), (2, TENSOR, STEPS)],
     "lora from 2 to 1": [(2, 2, LATER), (1, 0, STEPS)],
     "away on 1": [(1, 0, STEPS)],
     "away from 2 to 1": [(2, 3, LATER), (1, 0, STEPS)],
@@ -144,6 +149,7 @@ FEW = [
     "8bit from stages to 1",
     "lora from tensor parallel to stage 3",
     "lora on 2, stage 1",
+    "whole from stage 2 to tensor parallel",
     "away from 1 to 2",
     "uneven on 2, stage 3",
     "uneven on 4, stages and stage 3",

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tightfit.engine.quantisation import import_library as import_bitsandbytes
+from tightfit.engine.whole_modules import train_whole
 from tightfit.errors import ConfigError
 from tightfit.policies import AdapterPolicy
 
@@ -30,12 +31,14 @@ def import_library() -> None:
 
 
 def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Module:
-    """The model with adapters and everything else frozen, or the model itself without a policy.
+    """The model with adapters and everything frozen that is not to be trained whole beside them, or
+    the model itself without a policy.
 
     What adapters begin with depends on torch's random state, as with peft.
 
     Raises:
         ConfigError: a target names no module of the model.
+        UnsupportedError: a module would be trained whole and have adapters.
     """
     if policy is None:
         return model
@@ -72,6 +75,7 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
         seed = _random_state()
         adapted: nn.Module = get_peft_model(model, config)
     _draw_by_name(adapted, seed)
+    train_whole(adapted, model, policy)
     return adapted
 
 

@@ -58,6 +58,7 @@ from tightfit.engine.tensor_parallel import apply_tensor_parallel
 from tightfit.engine.transfer import Transfer
 from tightfit.engine.units import Unit, units_of
 from tightfit.engine.unloaded import Fill, Unloaded
+from tightfit.engine.whole_modules import check_whole_modules, widen
 from tightfit.errors import ConfigError
 from tightfit.policies import PlacementPolicy, Policies, ShardingPolicy, Tier
 
@@ -98,12 +99,14 @@ def fit(
     check_engine_can(policies)
     ledger.set_phase(Phase.INIT)
     device = device or _device_of(model)
+    check_whole_modules(model, policies.adapter, policies.sharding.pipeline_parallel)
     mesh = Mesh(policies.sharding, device)
     stage = _stage(model, mesh, policies.sharding)
     if not is_quantised(model):
         dtype = model.dtype
         apply_quantisation(model, policies.quantisation, device)
         values = None if values is None else quantising(values, model, dtype)
+    widen(model, policies.adapter)
     unloaded = Unloaded(model, device, values)
     adapted = apply_adapter(model, policies.adapter)
     if policies.adapter is not None:

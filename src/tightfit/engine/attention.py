@@ -102,7 +102,7 @@ def _check_supported(model_class: type[PreTrainedModel], kernel: AttentionKernel
 
 
 def _check_type(model: PreTrainedModel) -> None:
-    if model.dtype not in _HALF:
+    if not any(parameter.dtype in _HALF for parameter in model.parameters()):
         raise UnsupportedError(
             "attention: flash computes in 16 bits and this model is in "
             f"{str(model.dtype).removeprefix('torch.')}; set precision: bf16, or attention: sdpa"

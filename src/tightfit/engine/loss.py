@@ -223,12 +223,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         """See `chunked_causal_loss`; `hidden` is `[tokens, hidden]`."""
         gradients = _Gradients.empty(ctx, hidden, weight, bias) if with_gradients else None
+        ctx.types = hidden.dtype, weight.dtype, weight.dtype
+        # A weight that is trained in fp32 on a base of 16 bits computes in these.
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         part = divisor if scale == 1.0 else divisor / scale
         for piece in chunks_of(hidden.shape[0], chunk_tokens):
             loss += _chunk(hidden, weight, bias, targets[piece], piece, part, gradients)
         ctx.gradients = gradients
-        ctx.weight_dtype, ctx.scale = weight.dtype, scale
+        ctx.scale = scale
         return loss / divisor
 
     @staticmethod
@@ -241,8 +244,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.gradients = None
         factor = loss_grad if ctx.scale == 1.0 else loss_grad / ctx.scale
         scaled = [
-            None if gradient is None else gradient.mul_(factor).to(ctx.weight_dtype)
-            for gradient in (gradients.hidden, gradients.weight, gradients.bias)
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(gradients.all, ctx.types, strict=True)
         ]
         return (*scaled, None, None, None, None, None)
 
@@ -254,6 +257,11 @@ class _Gradients:
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+
+    @property
+    def all(self) -> tuple[torch.Tensor | None, ...]:
+        """Of hidden states, weight and bias."""
+        return self.hidden, self.weight, self.bias
 
     @classmethod
     def empty(

@@ -174,8 +174,8 @@ def _slices(layer: SlicedLoss) -> Iterator[slice]:
 
 def _logits(hidden: torch.Tensor, rows: slice, layer: SlicedLoss) -> torch.Tensor:
     """fp32 `[tokens, rows]`."""
-    bias = None if layer.bias is None else layer.bias[rows]
-    logits = nn.functional.linear(hidden, layer.weight[rows], bias).float()
+    bias = None if layer.bias is None else layer.bias[rows].to(hidden.dtype)
+    logits = nn.functional.linear(hidden, layer.weight[rows].to(hidden.dtype), bias).float()
     ledger.mark(logits, Kind.LOGITS)
     return logits
 
@@ -239,13 +239,15 @@ class _Gradients:
             logits *= trained.unsqueeze(1)
             if self._bias is not None:
                 self._bias[rows] = logits.sum(0)
-            narrow = logits.to(layer.weight.dtype)
+            narrow = logits.to(hidden.dtype)
             if self._hidden is not None:
-                self._hidden += narrow @ layer.weight[rows]
-            if self._weight is not None:
+                self._hidden += narrow @ layer.weight[rows].to(hidden.dtype)
+            if self._weight is not None and self._weight.dtype is hidden.dtype:
                 torch.mm(narrow.T, hidden, out=self._weight[rows])
+            elif self._weight is not None:  # trained in fp32 on a base of 16 bits
+                self._weight[rows] = narrow.T @ hidden
             elif self._delivers:
-                yield narrow.T @ hidden
+                yield (narrow.T @ hidden).to(layer.weight.dtype)
 
 
 def _nothing() -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from transformers import PreTrainedModel
 
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
@@ -75,7 +74,7 @@ class Pipeline:
         self._ranks = ranks
         self.device = device
         self._loss_scale = loss_scale
-        self._dtype = _passed_type(stage.model)
+        self._dtype = stage.dtype
         self._width = int(stage.model.config.get_text_config().hidden_size)
         self._shared = stage.shared
         # NCCL wants all ranks of a group in its first call, and neighbours are not all.
@@ -295,10 +294,3 @@ class _Step:
         if index not in self._looked_up:
             self._looked_up[index] = self._micro_batches[index]
         return self._looked_up[index]
-
-
-def _passed_type(model: PreTrainedModel) -> torch.dtype:
-    """Of what layers pass on: that of the base. A base of 4 bits shows it in its norms alone, and
-    adapters are fp32 on any."""
-    frozen = (p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
-    return next(frozen, model.dtype)

@@ -69,6 +69,7 @@ class Stage:
         chunks: its runs of layers, in the order of the model.
         tied: whether the output layer is the embedding, of which the first and the last stage have
             a copy each.
+        dtype: of what layers pass on: that of the base, which adapters are fp32 on.
     """
 
     model: PreTrainedModel
@@ -76,6 +77,7 @@ class Stage:
     stages: int
     chunks: tuple[Chunk, ...]
     tied: bool
+    dtype: torch.dtype
     _computing: Chunk | None = None
 
     @contextmanager
@@ -170,7 +172,7 @@ def apply_stage(
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
     own = [_chunk(runs, index, layers, name, after) for index in range(number, len(runs), stages)]
-    stage = Stage(model, number, stages, tuple(own), tied)
+    stage = Stage(model, number, stages, tuple(own), tied, model.dtype)
     kept = {index for run in runs[number::stages] for index in run}
     for index in range(len(layers)):
         if index not in kept:

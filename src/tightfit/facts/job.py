@@ -139,6 +139,12 @@ class Job(BaseModel):
     use_rslora: bool = Field(
         False, description="Scale adapters by alpha / sqrt(rank) in place of alpha / rank."
     )
+    additional_target: str | None = Field(
+        None,
+        description="Comma-separated ends of names of modules that are trained whole beside "
+        "adapters and saved with them (peft's `modules_to_save`), such as `embed_tokens,lm_head`; "
+        "`norm` is every norm. Of a tied model one end is both.",
+    )
 
     # Data
     dataset: str | None = Field(None, description="Training rows: a .jsonl or .json file.")

@@ -38,7 +38,9 @@ _SAME_IN_FACTORY = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "cutoff_len", "dataset",
     "eval_dataset", "val_size",
 )  # fmt: skip
-_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora")
+_LORA = (
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "additional_target",
+)  # fmt: skip
 _KERNELS = {"auto": "auto", "sdpa": "sdpa", "flash": "fa2", "eager": "disabled"}
 
 

@@ -14,9 +14,9 @@ _ANY = Accepts.ANYTHING
 
 SAME = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "lora_rank", "lora_alpha",
-    "lora_dropout", "lora_target", "use_rslora", "eval_dataset", "val_size", "cutoff_len",
-    "flash_attn",
-    "max_new_tokens", "offload_folder", "master_addr", "master_port", "model_max_length",
+    "lora_dropout", "lora_target", "use_rslora", "additional_target", "eval_dataset", "val_size",
+    "cutoff_len", "flash_attn", "max_new_tokens", "offload_folder", "master_addr", "master_port",
+    "model_max_length",
 )  # fmt: skip
 
 _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -146,7 +146,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "packing": ("every sample is its own sequence; leave it out", ()),
     "neat_packing": ("every sample is its own sequence; leave it out", ()),
     "adapter_name_or_path": ("merge the adapters into the model first", ()),
-    "additional_target": ("give all modules in lora_target", ()),
     "resize_vocab": ("the tokenizer stays as it is", ()),
     "split_special_tokens": ("the tokenizer stays as it is", ()),
     "add_tokens": ("the tokenizer stays as it is", ()),

@@ -38,6 +38,8 @@ RENAMED = {
     "activation_checkpointing": "gradient_checkpointing",
     "lora_r": "lora_rank",
     "lora_target_modules": "lora_target",
+    "modules_to_save": "additional_target",
+    "lora_modules_to_save": "additional_target",
     "adapter": "finetuning_type",
     "attn_implementation": "attention",
     "flash_attn": "attention",
@@ -176,7 +178,7 @@ def _own_settings(key: str, value: Any, label: str) -> list[tuple[str, Any]]:
     word = value.casefold() if isinstance(value, str) else None
     if word is not None and (key, word) in _VALUES_NOT_YET:
         raise ConfigError(f"{name}: {value} is not available yet; {_VALUES_NOT_YET[key, word]}")
-    if key == "lora_target" and isinstance(value, list):
+    if key in ("lora_target", "additional_target") and isinstance(value, list):
         value = ",".join(map(str, value))
     return [(key, _SAME_VALUES.get((key, word or ""), value))]
 

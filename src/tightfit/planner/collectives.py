@@ -161,7 +161,7 @@ class _Step:
         root = (own_ends * matrix + norm) * self.width / tensor
         plain = sizes.frozen + (0 if adapted else sizes.trainable)
         plain -= (1 if sizes.tied else 2) * matrix + norm
-        each = plain * self.width / sizes.layers / tensor
+        each = max(0, plain) * self.width / sizes.layers / tensor  # ends may be trained whole
         if not adapted:
             return _Bytes(each, each, root, root)
         trained = sizes.trainable * _FP32 / sizes.layers / tensor

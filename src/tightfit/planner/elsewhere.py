@@ -104,6 +104,8 @@ def _runs(policies: Policies, sequence_length: int, card: Capability) -> Iterato
         return  # of these engines only Megatron has them, and it has models of its own
     if Tier.NVME in (placement.optimizer_states, placement.parameters):
         return
+    if policies.adapter is not None and policies.adapter.modules_to_save:
+        return  # of which peft trains copies, that nobody has counted
     engines = _ENGINES[sharding.zero_stage] if sharding.ranks > 1 else (OtherEngine.SINGLE,)
     for engine in engines:
         yield _run(policies, sequence_length, card, engine)

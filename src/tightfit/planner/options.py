@@ -395,10 +395,15 @@ def _optimizer(job: Job) -> OptimizerPolicy:
 
 
 def _adapter(job: Job) -> AdapterPolicy:
-    targets = (
-        ()
-        if job.lora_target == "all"
-        else tuple(name.strip() for name in job.lora_target.split(",") if name.strip())
+    return AdapterPolicy(
+        rank=job.lora_rank,
+        alpha=2.0 * job.lora_rank if job.lora_alpha is None else job.lora_alpha,
+        dropout=job.lora_dropout,
+        targets=() if job.lora_target == "all" else _names(job.lora_target),
+        rslora=job.use_rslora,
+        modules_to_save=_names(job.additional_target or ""),
     )
-    alpha = 2.0 * job.lora_rank if job.lora_alpha is None else job.lora_alpha
-    return AdapterPolicy(job.lora_rank, alpha, job.lora_dropout, targets, job.use_rslora)
+
+
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",") if name.strip())

@@ -120,7 +120,8 @@ class StageBound:
         return max(fullest, self.of_layers // stages)
 
     def _of_stage(self, number: int, layers: tuple[int, ...], flight: int) -> int:
-        run, stages = self.run, self.policies.sharding.pipeline_parallel
+        run, policies = self.run, self.policies
+        stages = policies.sharding.pipeline_parallel
         measured = (
             seen.least_bytes(self.policies, layers, stay=self.stay)
             for seen in self.seen
@@ -132,6 +133,8 @@ class StageBound:
         end = self._end_bytes()
         inside = (stages * self.average_bytes - all_ends * end) / run.shape.layers
         own = sum(layers) * max(0.0, inside) + ends * end
+        if policies.adapter is not None and policies.adapter.modules_to_save:
+            own = 0.0  # what states of whole modules are where is not told by counts
         return int(batch + own - self.average_bytes)
 
     def _end_bytes(self) -> float:

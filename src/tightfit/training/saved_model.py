@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tightfit.engine.engine import Engine
 from tightfit.engine.regions import boxes_of, place_in, whole
+from tightfit.engine.whole_modules import whole_parameters
 from tightfit.training.tensor_file import Entry, Part
 
 _LAYER = re.compile(r".*?\.\d+\.")  # begins the names of all that is in one layer
@@ -51,8 +52,8 @@ class SavedModel:
         }
         shown = _shown(engine.model, shells)
         names = {id(shell): name for name, shell in shells.items()}
-        direct = {new: names.pop(id(s)) for new, s in shown.items() if id(s) in names}
-        left = set(names.values()) if shown.keys() - direct.keys() else set()
+        direct = {new: names[id(s)] for new, s in shown.items() if id(s) in names}
+        left = set(names.values()) - set(direct.values()) if shown.keys() - direct.keys() else set()
         groups: dict[str, dict[str, torch.Tensor]] = {}
         for name in sorted(left):
             layer = _LAYER.match(name)
@@ -165,4 +166,7 @@ def _shown(model: nn.Module, shells: Mapping[str, torch.Tensor]) -> dict[str, to
     of_adapters: dict[str, torch.Tensor] = get_peft_model_state_dict(
         model, state_dict=dict(shells), save_embedding_layers=False
     )
-    return of_adapters
+    whole = {parameter: name for name, parameter in model.named_parameters()}
+    return of_adapters | {
+        name: shells[whole[parameter]] for name, parameter in whole_parameters(model).items()
+    }
