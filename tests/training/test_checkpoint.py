@@ -89,7 +89,7 @@ def test_a_kill_while_saving_leaves_no_checkpoint_by_that_name(
         def kill(folder: Path) -> None:
             raise Killed
 
-        patch.setattr(checkpoints, "_flush", kill)
+        patch.setattr(checkpoints, "flush", kill)
         with pytest.raises(Killed):
             run_job(max_steps=4, resume=True)
     folder = first.prepared.output_dir

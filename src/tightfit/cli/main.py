@@ -87,6 +87,8 @@ def _run(argv: Sequence[str]) -> int:
         return _probe(arguments)
     if verb == "convert":
         return _convert(arguments)
+    if verb == "merge":
+        return _merge(arguments)
     if verb == "train":
         return _train(arguments, argv)
     if verb == "plan" and arguments.largest:
@@ -270,6 +272,19 @@ def _convert(arguments: argparse.Namespace) -> int:
     )
 
 
+def _merge(arguments: argparse.Namespace) -> int:
+    with _quick_imports():
+        from tightfit.cli.merge import run
+
+    return run(
+        arguments.ADAPTER,
+        arguments.OUTPUT_DIR,
+        base=arguments.model_name_or_path,
+        precision=arguments.precision,
+        bits=arguments.quantization_bit,
+    )
+
+
 def _probe(arguments: argparse.Namespace) -> int:
     with _quick_imports():
         from tightfit.cli.probe import Wanted, run, run_history
@@ -323,6 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--html", type=Path, metavar="FILE", help="write the bill as a picture to a new file"
     )
+    _add_merge(verbs)
     _add_probe(verbs)
     cards = verbs.add_parser(
         "presets",
@@ -334,6 +350,33 @@ def _parser() -> argparse.ArgumentParser:
     cards.add_argument("--json", action="store_true", help="print JSON for programs")
     _add_convert(verbs)
     return parser
+
+
+def _add_merge(verbs: _Verbs) -> None:
+    purpose = "write a base with a LoRA adapter merged into it, and hold its logits against both"
+    verb = verbs.add_parser(
+        "merge", help=purpose, description=purpose, epilog=_EXIT_CODES, allow_abbrev=False
+    )
+    verb.add_argument("ADAPTER", type=Path, help="folder of an adapter, such as a checkpoint")
+    verb.add_argument("OUTPUT_DIR", type=Path, help="folder of the merged model, which is new")
+    verb.add_argument(
+        "--model_name_or_path", metavar="MODEL", help="the base [the one that the adapter names]"
+    )
+    verb.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        metavar="auto|bf16|fp16|fp32",
+        help="of the merged weights [auto: of the base's files]",
+    )
+    verb.add_argument(
+        "--quantization_bit",
+        type=int,
+        choices=(4,),
+        metavar="4",
+        help="merge into the base as it is when it was quantised and dequantised, on which a QLoRA "
+        "adapter was trained",
+    )
 
 
 def _add_probe(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

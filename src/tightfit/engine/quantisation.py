@@ -283,6 +283,14 @@ def quantised_parts(
     return {"weight": packed, "scales": codes, "group_scales": group_scales}
 
 
+def dequantised_again(weight: torch.Tensor, policy: QuantisationPolicy) -> torch.Tensor:
+    """What a base of few bits has in the place of a weight `[out, in]`: fp32."""
+    import_library()
+    return QuantisedLinear(weight, None, policy, torch.tensor(_scale_values())).dequantised(
+        torch.float32
+    )
+
+
 def quantising(fill: Fill, model: PreTrainedModel, dtype: torch.dtype) -> Fill:
     """Fills a model with quantised layers by what fills the model that it was.
 

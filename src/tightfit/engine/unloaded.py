@@ -55,7 +55,7 @@ class Unloaded:
                 "parameters (values)"
             )
         self._fill = fill
-        _make_buffers(model, device, fill)
+        make_buffers(model, device, fill)
         self._names = {p: name for name, p in model.named_parameters() if p.is_meta}
         self._places = [
             (module, own, self._names[parameter])
@@ -165,9 +165,9 @@ def is_unloaded(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _make_buffers(model: PreTrainedModel, device: torch.device, fill: Fill) -> None:
-    """Fill those that are saved with the model, and compute the others as transformers does where
-    it has read a file that does not have them.
+def make_buffers(model: PreTrainedModel, device: torch.device, fill: Fill) -> None:
+    """Give a model on the meta device its buffers on `device`: fill those that are saved with it,
+    and compute the others as transformers does where a file that it reads does not have them.
 
     Raises:
         UnsupportedError: the model has one that it does not compute so.

@@ -82,7 +82,7 @@ _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
         ("export_dir", "export_size", "export_device", "export_quantization_bit",
          "export_quantization_dataset", "export_quantization_nsamples",
          "export_quantization_maxlen", "export_legacy_format", "export_hub_model_id"),
-        ("of exporting, which is another program there too", ()),
+        ("of exporting: `tightfit merge ADAPTER OUTPUT_DIR`", ()),
     ),
     **dict.fromkeys(
         ("vllm_maxlen", "vllm_gpu_util", "vllm_enforce_eager", "vllm_max_lora_rank", "vllm_config",
@@ -145,7 +145,7 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mask_history": ("all answers of a conversation are trained; leave it out", ()),
     "packing": ("every sample is its own sequence; leave it out", ()),
     "neat_packing": ("every sample is its own sequence; leave it out", ()),
-    "adapter_name_or_path": ("merge the adapters into the model first", ()),
+    "adapter_name_or_path": ("merge the adapters into the model first (tightfit merge)", ()),
     "resize_vocab": ("the tokenizer stays as it is", ()),
     "split_special_tokens": ("the tokenizer stays as it is", ()),
     "add_tokens": ("the tokenizer stays as it is", ()),

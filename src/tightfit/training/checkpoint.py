@@ -10,7 +10,6 @@ there is.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -29,7 +28,12 @@ from tightfit.facts.disk import writing
 from tightfit.facts.job import Job
 from tightfit.policies import Tier
 from tightfit.training import together
-from tightfit.training.checkpoint_folders import checkpoints, latest_checkpoint, unfinished
+from tightfit.training.checkpoint_folders import (
+    checkpoints,
+    flush,
+    latest_checkpoint,
+    unfinished,
+)
 from tightfit.training.layout import WEIGHTS_FILE, all_entries, split_files, write_index
 from tightfit.training.saved_model import (
     SavedModel,
@@ -109,7 +113,7 @@ def save_checkpoint(
         _write(temporary, engine, tokenizer, progress, with_optimizer=with_optimizer)
         with together.failing_together(OSError):
             if together.rank() == 0:
-                _flush([*temporary.iterdir(), temporary])
+                flush([*temporary.iterdir(), temporary])
                 _put_in_place(temporary, folder)
     except (OSError, SafetensorError, OtherRankError) as error:
         if together.rank() == 0:
@@ -127,7 +131,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
-    _flush([folder.parent])
+    flush([folder.parent])
 
 
 def _write(
@@ -240,13 +244,3 @@ def _restore_adapter(checkpoint: Path, engine: Engine) -> None:
     files = TensorReader([checkpoint / _ADAPTER_FILE])
     for name, parameter in adapters_by_saved_name(engine.model).items():
         engine.load_values(parameter, files.read_part(name, parameter))
-
-
-def _flush(paths: list[Path]) -> None:
-    """Force files and folders to the disk, so that a name never stands for what is not there."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

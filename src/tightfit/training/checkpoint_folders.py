@@ -3,6 +3,7 @@ imports nothing heavy: a mistake in an output folder is said before anything els
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -25,6 +26,16 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 def unfinished(folder: Path) -> Path:
     """A checkpoint's name while it is not whole."""
     return folder.with_name(f".{folder.name}.incomplete")
+
+
+def flush(paths: list[Path]) -> None:
+    """Force files and folders to the disk, so that a name never stands for what is not there."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _step_of(checkpoint: Path) -> int:

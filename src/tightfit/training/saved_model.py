@@ -28,6 +28,39 @@ _LAYER = re.compile(r".*?\.\d+\.")  # begins the names of all that is in one lay
 
 
 @dataclass(frozen=True)
+class FileNames:
+    """What the tensors of a model are in its files.
+
+    Attributes:
+        entries: of files, each of the size of the whole.
+        direct: by its name there what is saved as it is, by its name in the model.
+        converted: names in the model of what is saved in other pieces; those of a layer together.
+    """
+
+    entries: list[Entry]
+    direct: dict[str, str]
+    converted: list[list[str]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> FileNames:
+        """Those of a model of transformers, or of peft's around one."""
+        shells = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in _saved_tensors(model).items()
+        }
+        shown = _shown(model, shells)
+        names = {id(shell): name for name, shell in shells.items()}
+        direct = {new: names[id(s)] for new, s in shown.items() if id(s) in names}
+        left = set(names.values()) - set(direct.values()) if shown.keys() - direct.keys() else set()
+        groups: dict[str, list[str]] = {}
+        for name in sorted(left):
+            layer = _LAYER.match(name)
+            groups.setdefault(layer[0] if layer else "", []).append(name)
+        entries = [Entry(name, s.dtype, tuple(s.shape)) for name, s in shown.items()]
+        return cls(entries, direct, list(groups.values()))
+
+
+@dataclass(frozen=True)
 class SavedModel:
     """How the tensors of an engine's model are saved.
 
@@ -45,24 +78,12 @@ class SavedModel:
     @classmethod
     def of(cls, engine: Engine) -> SavedModel:
         """What this rank saves."""
-        tensors = _saved_tensors(engine.model)
-        shells = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in tensors.items()
-        }
-        shown = _shown(engine.model, shells)
-        names = {id(shell): name for name, shell in shells.items()}
-        direct = {new: names[id(s)] for new, s in shown.items() if id(s) in names}
-        left = set(names.values()) - set(direct.values()) if shown.keys() - direct.keys() else set()
-        groups: dict[str, dict[str, torch.Tensor]] = {}
-        for name in sorted(left):
-            layer = _LAYER.match(name)
-            groups.setdefault(layer[0] if layer else "", {})[name] = tensors[name]
+        tensors, names = _saved_tensors(engine.model), FileNames.of(engine.model)
         return cls(
             engine,
-            [Entry(name, s.dtype, tuple(s.shape)) for name, s in shown.items()],
-            {new: tensors[old] for new, old in direct.items()},
-            list(groups.values()),
+            names.entries,
+            {new: tensors[old] for new, old in names.direct.items()},
+            [{name: tensors[name] for name in group} for group in names.converted],
         )
 
     def parts(self) -> Iterator[Part]:
@@ -128,6 +149,15 @@ def save_configs(engine: Engine, folder: Path) -> None:
         _save_adapter_config(model, folder)
         return
     assert isinstance(model, PreTrainedModel)
+    save_model_configs(model, folder)
+
+
+def save_model_configs(model: PreTrainedModel, folder: Path) -> None:
+    """Write config.json and generation_config.json.
+
+    Raises:
+        OSError: they could not be written.
+    """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)

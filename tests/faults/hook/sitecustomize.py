@@ -38,7 +38,7 @@ PLACES: dict[str, tuple[str, str, int]] = {
     "layout": ("tightfit.training.tensor_file", "lay_out", 2),
     "opening": ("tightfit.training.tensor_file", "TensorWriter.__enter__", 1),
     "writing": ("tightfit.training.tensor_file", "_write", 5),
-    "flushing": ("tightfit.training.checkpoint", "_flush", 1),
+    "flushing": ("tightfit.training.checkpoint", "flush", 1),
     "renaming": ("tightfit.training.checkpoint", "_put_in_place", 1),
     "pruning": ("tightfit.training.checkpoint", "prune_checkpoints", 1),
 }
