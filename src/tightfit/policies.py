@@ -198,6 +198,8 @@ class AdapterPolicy:
         targets: modules that get one, by name; empty: all linear layers but the output layer.
         rslora: whether they are scaled by alpha / sqrt(rank) in place of alpha / rank, so that
             gradients keep their size at high ranks (https://arxiv.org/abs/2312.03732).
+        dora: whether direction and magnitude of weights are trained apart, the magnitude as one
+            number for each output (https://arxiv.org/abs/2402.09353).
         modules_to_save: modules that are trained whole beside them, by the ends of their names.
     """
 
@@ -206,6 +208,7 @@ class AdapterPolicy:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     rslora: bool = False
+    dora: bool = False
     modules_to_save: tuple[str, ...] = ()
 
 

@@ -54,6 +54,7 @@ PLACEMENTS = {
 OPTIMIZERS = list(OptimizerName)
 KEPT = (Kind.PARAMETERS, Kind.MASTER_WEIGHTS, Kind.OPTIMIZER_STATES, Kind.GRADIENTS)
 BF16 = PrecisionPolicy("bf16")
+DORA = AdapterPolicy(rank=2, dora=True)
 WHOLE = AdapterPolicy(rank=2, modules_to_save=("embed_tokens", "lm_head", "norm"))
 
 
@@ -73,7 +74,7 @@ CASES = [
         (BF16, None, (Master.SPLIT, Master.SPLIT_8)[number % 2]),
         (
             (BF16, PrecisionPolicy())[number % 2],
-            (None, AdapterPolicy(rank=2), None, WHOLE)[number // 2 % 4],
+            (None, AdapterPolicy(rank=2), None, WHOLE, None, DORA)[number // 2 % 6],
             Master.FP32,
         ),
     ]
@@ -86,6 +87,8 @@ CASES = [
         )
     ]
     if policies is not None and not any(engine_lacks(policies))
+    # DoRA's weights do not leave.
+    if policies.adapter != DORA or policies.placement.parameters is DEVICE
 ]
 
 

@@ -120,6 +120,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "narrow": {"adapter": AdapterPolicy(rank=2, targets=("q_proj", "v_proj", "o_proj"))},
     "dropping": {"adapter": AdapterPolicy(rank=2, dropout=0.3)},
     "whole-lora": {"adapter": AdapterPolicy(rank=2, modules_to_save=("tokens", "head", "norm"))},
+    "dora-lora": {"adapter": AdapterPolicy(rank=2, dora=True)},
     "qlora": {"adapter": AdapterPolicy(rank=2), "quantisation": QuantisationPolicy()},
     "bf16": {"precision": PrecisionPolicy("bf16")},
     "fp16": {"precision": PrecisionPolicy("fp16")},
@@ -161,6 +162,7 @@ SHARDING = {
         "3 far accumulate untied read",
         "3 fp16 chunk accumulate",
         "3 whole-lora empty chunk accumulate",
+        "0 dora-lora empty accumulate checkpoint",
     ],
     4: [
         "3 accumulate untied",
@@ -197,6 +199,7 @@ MORE_SHARDING = {
         "3 late lora off",
         "0 whole-lora slice host accumulate",
         "1 whole-lora untied checkpoint",
+        "0 dora-lora bf16 host",
         "2 whole-lora away bf16 slice",
     ],
     4: [
@@ -290,6 +293,7 @@ MORE_PIPELINE = {
         "0 pp2 moe four empty",
         "0 pp2 wide qlora four empty",
         "0 pp2 whole-lora four untied empty host",
+        "0 pp2 dora-lora four empty late",
     ],
     3: [
         "0 pp3 chunks2 deep five gemma2 eager",

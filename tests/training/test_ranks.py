@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     # Of a tied model: saved under both names.
     "whole": LORA | {"additional_target": "embed_tokens,norm"},
+    "dora": LORA | {"use_dora": True},
     "away": AWAY,
     "8bit": {"optim": "adamw_8bit"},
     "compact": {"optim": "adamw_compact", "optim_master": "split_8", "precision": "bf16"},
@@ -94,6 +95,9 @@ CASES: dict[str, list[tuple[int, int | dict[str, Any], int]]] = {
     "lora on 2, stage 3": [(2, 3, STEPS)],
     "lora on 2, stage 0": [(2, 0, STEPS)],
     "lora on 2, stage 1": [(2, 1, STEPS)],
+    "dora on 1": [(1, 0, STEPS)],
+    "dora from 1 to 2": [(1, 0, LATER), (2, 0, STEPS)],
+    "dora from stages to 1": [(2, STAGES, LATER), (1, 0, STEPS)],
     "whole on 1": [(1, 0, STEPS)],
     "whole from 1 to 2": [(1, 0, LATER), (2, 3, STEPS)],
     "whole from stage 2 to tensor parallel": [(2, 2, LATER), (2, TENSOR, STEPS)],

@@ -1,4 +1,4 @@
-"""LoRA adapters on a frozen base, through peft.
+"""LoRA, rsLoRA and DoRA adapters on a frozen base, through peft.
 
 Values are peft's own, but every layer draws its from a seed made of its name: so a pipeline stage,
 which has some of the layers, begins with what one process would have there. Knows nothing of other
@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,10 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tightfit.engine.dora import without_weights
 from tightfit.engine.quantisation import import_library as import_bitsandbytes
+from tightfit.engine.tensor_plan import is_adapted
 from tightfit.engine.whole_modules import train_whole
-from tightfit.errors import ConfigError
+from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.policies import AdapterPolicy
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def import_library() -> None:
@@ -38,12 +46,12 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
 
     Raises:
         ConfigError: a target names no module of the model.
-        UnsupportedError: a module would be trained whole and have adapters.
+        UnsupportedError: a layer cannot have such an adapter.
     """
     if policy is None:
         return model
     import_library()
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     missing = [name for name in policy.targets if not _names_a_module(model, name)]
     if missing:
@@ -63,6 +71,7 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
         lora_alpha=policy.alpha,  # type: ignore[arg-type]  # peft divides, a float works
         lora_dropout=policy.dropout,
         use_rslora=policy.rslora,
+        use_dora=policy.dora,
         target_modules=list(policy.targets) or "all-linear",
         fan_in_fan_out=_stores_transposed(model),
         task_type="CAUSAL_LM",
@@ -73,10 +82,43 @@ def apply_adapter(model: PreTrainedModel, policy: AdapterPolicy | None) -> nn.Mo
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         warnings.filterwarnings("ignore", "The following .*_pattern keys", RuntimeWarning)
         seed = _random_state()
-        adapted: nn.Module = get_peft_model(model, config)
+        with without_weights() if policy.dora else nullcontext():
+            adapted = _wrapped(model, config, policy)
     _draw_by_name(adapted, seed)
     train_whole(adapted, model, policy)
     return adapted
+
+
+def _wrapped(model: PreTrainedModel, config: LoraConfig, policy: AdapterPolicy) -> nn.Module:
+    """peft's model of both.
+
+    Raises:
+        UnsupportedError: peft has no such adapter for a layer that is named.
+    """
+    from peft import get_peft_model
+
+    try:
+        adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        said = {"use_dora": policy.dora, "lora_dropout": policy.dropout > 0}
+        without = " and ".join(key for key, is_said in said.items() if is_said)
+        if not without:
+            raise
+        raise UnsupportedError(
+            f"{without} on some of the layers of lora_target, which mixture models keep in one "
+            f"tensor for all experts ({error}): name others, such as q_proj,k_proj,v_proj,o_proj, "
+            f"or leave {without} out"
+        ) from None
+    if policy.dora and any(is_adapted(module) for module in _embeddings(model)):
+        raise UnsupportedError(
+            "use_dora on an embedding: name linear layers in lora_target, train the embedding "
+            "whole (additional_target), or leave use_dora out"
+        )
+    return adapted
+
+
+def _embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if isinstance(getattr(m, "base_layer", m), nn.Embedding))
 
 
 def _random_state() -> bytes:

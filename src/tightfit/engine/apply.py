@@ -26,6 +26,7 @@ from tightfit.engine.adapter import apply_adapter
 from tightfit.engine.attention import apply_attention
 from tightfit.engine.checkpointing import apply_checkpointing
 from tightfit.engine.disk_gradients import DiskGradients
+from tightfit.engine.dora import check_dora, take_magnitudes
 from tightfit.engine.elsewhere import Elsewhere
 from tightfit.engine.engine import Engine
 from tightfit.engine.gradients import (
@@ -97,6 +98,7 @@ def fit(
             "load it again"
         )
     check_engine_can(policies)
+    check_dora(policies)
     ledger.set_phase(Phase.INIT)
     device = device or _device_of(model)
     check_whole_modules(model, policies.adapter, policies.sharding.pipeline_parallel)
@@ -194,6 +196,8 @@ def _place(prepared: _Prepared, policies: Policies, elsewhere: Elsewhere) -> Eng
             stream.is_final = optimizer.is_final
             _move_the_rest(root, stream, elsewhere.device)
         unloaded.load_the_rest(lambda p: stream is not None and stream.has(p))
+        if policies.adapter is not None and policies.adapter.dora:
+            take_magnitudes(root)
     optimizer.create_states()
     _before_use(units, optimizer, stream)
     if placement.activations is not Tier.DEVICE:

@@ -139,6 +139,9 @@ class Job(BaseModel):
     use_rslora: bool = Field(
         False, description="Scale adapters by alpha / sqrt(rank) in place of alpha / rank."
     )
+    use_dora: bool = Field(
+        False, description="Train the magnitude of each output's weights apart (DoRA)."
+    )
     additional_target: str | None = Field(
         None,
         description="Comma-separated ends of names of modules that are trained whole beside "

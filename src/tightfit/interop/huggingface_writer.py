@@ -39,7 +39,8 @@ _SAME_IN_FACTORY = (
     "eval_dataset", "val_size",
 )  # fmt: skip
 _LORA = (
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "additional_target",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora",
+    "additional_target",
 )  # fmt: skip
 _KERNELS = {"auto": "auto", "sdpa": "sdpa", "flash": "fa2", "eager": "disabled"}
 

@@ -14,9 +14,9 @@ _ANY = Accepts.ANYTHING
 
 SAME = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "lora_rank", "lora_alpha",
-    "lora_dropout", "lora_target", "use_rslora", "additional_target", "eval_dataset", "val_size",
-    "cutoff_len", "flash_attn", "max_new_tokens", "offload_folder", "master_addr", "master_port",
-    "model_max_length",
+    "lora_dropout", "lora_target", "use_rslora", "use_dora", "additional_target", "eval_dataset",
+    "val_size", "cutoff_len", "flash_attn", "max_new_tokens", "offload_folder", "master_addr",
+    "master_port", "model_max_length",
 )  # fmt: skip
 
 _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -166,7 +166,7 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "loraplus_lr_ratio": ("adapters have one learning rate", ()),
     "fp8": ("precision: bf16", ()),
     **dict.fromkeys(
-        ("use_dora", "pissa_init", "use_galore", "use_apollo", "use_badam", "use_llama_pro",
+        ("pissa_init", "use_galore", "use_apollo", "use_badam", "use_llama_pro",
          "use_adam_mini", "use_mca", "use_hyper_parallel", "use_muon", "use_dft_loss",
          "use_asft_loss", "use_eaft_loss", "use_kt"),
         ("leave it out", ()),

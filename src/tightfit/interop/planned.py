@@ -46,6 +46,7 @@ def planned_keys(job: Job, policies: Policies) -> dict[str, Any]:
         keys["lora_rank"] = policies.adapter.rank
         keys["lora_alpha"] = policies.adapter.alpha
         keys["use_rslora"] = policies.adapter.rslora
+        keys["use_dora"] = policies.adapter.dora
         if policies.adapter.modules_to_save:
             keys["additional_target"] = ",".join(policies.adapter.modules_to_save)
     return {**said, **keys}

@@ -104,8 +104,9 @@ def _runs(policies: Policies, sequence_length: int, card: Capability) -> Iterato
         return  # of these engines only Megatron has them, and it has models of its own
     if Tier.NVME in (placement.optimizer_states, placement.parameters):
         return
-    if policies.adapter is not None and policies.adapter.modules_to_save:
-        return  # of which peft trains copies, that nobody has counted
+    adapter = policies.adapter
+    if adapter is not None and (adapter.modules_to_save or adapter.dora):
+        return  # copies that peft trains, and weights that it makes: nobody has counted them
     engines = _ENGINES[sharding.zero_stage] if sharding.ranks > 1 else (OtherEngine.SINGLE,)
     for engine in engines:
         yield _run(policies, sequence_length, card, engine)

@@ -161,7 +161,7 @@ def _job_notes(job: Job, card: Capability | None) -> Iterator[str]:
     given = job.model_fields_set
     if job.data_parallel_ranks == 1 and job.zero_stage not in ("auto", 0):
         yield f"zero_stage {job.zero_stage} shares nothing out: there is one data-parallel rank"
-    others = ("use_rslora", "additional_target")
+    others = ("use_rslora", "use_dora", "additional_target")
     lora = sorted(key for key in given if key.startswith("lora_") or key in others)
     if job.finetuning_type == "full" and lora:
         yield f"{', '.join(lora)}: no effect on finetuning_type full; give finetuning_type: lora"

@@ -401,6 +401,7 @@ def _adapter(job: Job) -> AdapterPolicy:
         dropout=job.lora_dropout,
         targets=() if job.lora_target == "all" else _names(job.lora_target),
         rslora=job.use_rslora,
+        dora=job.use_dora,
         modules_to_save=_names(job.additional_target or ""),
     )
 

@@ -127,7 +127,10 @@ _MASTERS = {Master.SPLIT: "split master", Master.SPLIT_8: "split master of 24 bi
 def _describe_numerics(policies: Policies) -> Iterator[str]:
     if policies.adapter is not None:
         whole = policies.adapter.modules_to_save
-        yield f"LoRA rank {policies.adapter.rank}" + (f" with {', '.join(whole)}" if whole else "")
+        name = "DoRA" if policies.adapter.dora else "LoRA"
+        yield f"{name} rank {policies.adapter.rank}" + (
+            f" with {', '.join(whole)}" if whole else ""
+        )
     if policies.quantisation is not None:
         yield f"{policies.quantisation.bits}-bit base"
     if policies.optimizer.name is not OptimizerName.ADAMW:
