@@ -187,8 +187,9 @@ def test_nothing_but_a_message_comes_of_any_document(name: str, data: st.DataObj
 SAID: dict[str, Any] = {
     "model_name_or_path": "m", "finetuning_type": "lora", "quantization_bit": 4, "lora_rank": 3,
     "lora_alpha": 5.0, "lora_dropout": 0.5, "lora_target": "q_proj", "use_rslora": True,
-    "use_dora": True, "additional_target": "lm_head", "dataset": "a.jsonl",
-    "eval_dataset": "b.jsonl", "val_size": 0.25, "cutoff_len": 77, "overlong": "drop", "preview": 2,
+    "use_dora": True, "additional_target": "lm_head", "resize_vocab": True,
+    "dataset": "a.jsonl", "eval_dataset": "b.jsonl", "val_size": 0.25, "cutoff_len": 77,
+    "overlong": "drop", "preview": 2,
     "sample_prompt": "Why?", "max_new_tokens": 9, "train_batch_size": 8,
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
     "per_device_eval_batch_size": 3, "num_train_epochs": 2.5, "max_steps": 70,

@@ -72,6 +72,23 @@ def check_whole_modules(
                 )
 
 
+def check_trains_ends(model: PreTrainedModel, policy: AdapterPolicy | None) -> None:
+    """See that embedding and output layer, which have rows of new tokens, are trained.
+
+    Raises:
+        ConfigError: adapters leave one of them frozen.
+    """
+    if policy is None:
+        return
+    trained = set(_parameters(_found(model, policy.modules_to_save).values()))
+    for path, end in _ends(model).items():
+        if end.get_parameter("weight") not in trained:
+            raise ConfigError(
+                f"resize_vocab: the rows of new tokens in {path} would stay as they are: add "
+                f"{path.rpartition('.')[2]} to additional_target"
+            )
+
+
 def widen(model: PreTrainedModel, policy: AdapterPolicy | None) -> None:
     """Make the parameters of whole modules fp32, before they have values, and their forwards
     compute in the type that they had.

@@ -149,6 +149,13 @@ class Job(BaseModel):
         "`norm` is every norm. Of a tied model one end is both.",
     )
 
+    resize_vocab: bool = Field(
+        False,
+        description="Give the embedding and the output layer rows for tokens that the tokenizer "
+        "has beyond them, each the mean of the rows there are; under adapters they must be in "
+        "`additional_target`.",
+    )
+
     # Data
     dataset: str | None = Field(None, description="Training rows: a .jsonl or .json file.")
     eval_dataset: str | None = Field(
@@ -454,6 +461,16 @@ class Job(BaseModel):
             raise ValueError(
                 f"quantization_bit: {self.quantization_bit} needs finetuning_type: lora; "
                 "quantised weights cannot be trained themselves"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _new_rows_are_trained(self) -> Job:
+        if self.resize_vocab and self.finetuning_type == "lora" and not self.additional_target:
+            raise ValueError(
+                "resize_vocab: true under adapters: rows of new tokens are trained only if the "
+                "embedding and the output layer are; set additional_target: embed_tokens,lm_head "
+                "(their names in most models)"
             )
         return self
 

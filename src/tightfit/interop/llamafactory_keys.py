@@ -16,7 +16,7 @@ SAME = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "lora_rank", "lora_alpha",
     "lora_dropout", "lora_target", "use_rslora", "use_dora", "additional_target", "eval_dataset",
     "val_size", "cutoff_len", "flash_attn", "max_new_tokens", "offload_folder", "master_addr",
-    "master_port", "model_max_length",
+    "master_port", "model_max_length", "resize_vocab",
 )  # fmt: skip
 
 _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -146,10 +146,9 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "packing": ("every sample is its own sequence; leave it out", ()),
     "neat_packing": ("every sample is its own sequence; leave it out", ()),
     "adapter_name_or_path": ("merge the adapters into the model first (tightfit merge)", ()),
-    "resize_vocab": ("the tokenizer stays as it is", ()),
     "split_special_tokens": ("the tokenizer stays as it is", ()),
-    "add_tokens": ("the tokenizer stays as it is", ()),
-    "add_special_tokens": ("the tokenizer stays as it is", ()),
+    "add_tokens": ("save the tokenizer with them, and say resize_vocab: true", ()),
+    "add_special_tokens": ("save the tokenizer with them, and say resize_vocab: true", ()),
     "rope_scaling": ("write it into the model's config.json", ()),
     "shift_attn": ("attention is the model's own", ()),
     "mixture_of_depths": ("layers are the model's own", ()),

@@ -269,6 +269,8 @@ def _other_optimizers(job: Job, fixed: Policies) -> Iterator[tuple[tuple[str, ..
 
 
 def _adapters(job: Job, fixed: Policies) -> Iterator[tuple[tuple[str, ...], Policies]]:
+    if job.resize_vocab and not job.additional_target:
+        return  # rows of new tokens would be frozen
     lora = with_adapter(fixed, _adapter(job))
     if fixed.adapter is None:
         yield ("lora",), lora

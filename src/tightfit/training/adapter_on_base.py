@@ -72,6 +72,11 @@ class SavedAdapter:
             )
         return cls(folder, config, TensorReader([folder / ADAPTER_FILE]))
 
+    def rows_of(self, path: str) -> int:
+        """Of the matrix that it has in the place of the one at `path` of the base; 0 if none."""
+        whole = f"{_PREFIX}{path}.weight"
+        return self.files.shape(whole)[0] if whole in self.files.names else 0
+
     def touches(self, path: str) -> bool:
         """Whether it has anything for the module at `path` of the base."""
         return any(name.startswith(f"{_PREFIX}{path}.") for name in self.files.names)

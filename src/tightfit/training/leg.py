@@ -17,6 +17,7 @@ import torch
 from tightfit.bill.table import MemoryTable
 from tightfit.engine.apply import fit
 from tightfit.engine.precision import DTYPES
+from tightfit.engine.whole_modules import check_trains_ends
 from tightfit.errors import Interrupted, TightfitError
 from tightfit.facts.job import Job
 from tightfit.monitor.changes import PlanChange
@@ -169,7 +170,12 @@ def _build(
     path = run.resume_from
     if path is None or is_adapter(path):
         path = Path(run.job.model_name_or_path).expanduser()
-    model, weights = open_model(path, DTYPES[plan.policies.precision.parameters])
+    # What a job has resized its config says, and a checkpoint of it already has.
+    vocabulary = int(run.config.get_text_config().vocab_size) if run.job.resize_vocab else None
+    dtype = DTYPES[plan.policies.precision.parameters]
+    model, weights = open_model(path, dtype, vocabulary)
+    if weights.grows:
+        check_trains_ends(model, plan.policies.adapter)
     engine = fit(
         model,
         plan.policies,

@@ -20,8 +20,13 @@ from tightfit.training.weights import CheckpointWeights
 _GENERATION_CONFIG = "generation_config.json"
 
 
-def open_model(path: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, CheckpointWeights]:
+def open_model(
+    path: Path | str, dtype: torch.dtype, vocabulary: int | None = None
+) -> tuple[PreTrainedModel, CheckpointWeights]:
     """The model in `path`, a folder or a name that is in the Hub cache, on the meta device.
+
+    Args:
+        vocabulary: rows of its embedding and output layer, where more are wanted than it has.
 
     Returns:
         The model, and what `fit` fills its parameters with.
@@ -33,12 +38,14 @@ def open_model(path: Path | str, dtype: torch.dtype) -> tuple[PreTrainedModel, C
     ledger.set_phase(Phase.LOAD)
     folder = model_folder(str(path))
     config = AutoConfig.from_pretrained(folder)
+    if vocabulary is not None:
+        config.get_text_config().vocab_size = vocabulary
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.name_or_path = config._name_or_path = str(path)
     if (folder / _GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, CheckpointWeights(folder, model)
+    return model, CheckpointWeights(folder, model, grown=vocabulary is not None)
 
 
 def check_weights(path: Path) -> None:

@@ -23,6 +23,7 @@ from tightfit.training.checkpoint import read_progress
 from tightfit.training.evaluation import prompt_tokens
 from tightfit.training.loop import Schedule, check_scheduler
 from tightfit.training.model import check_weights
+from tightfit.training.new_tokens import grow_vocabulary
 from tightfit.training.output import check_output_dir
 from tightfit.training.samples import PreparedData, Sample, prepare_data
 from tightfit.training.tokenizer import load_tokenizer
@@ -62,6 +63,8 @@ def prepare(job: Job) -> PreparedRun:
     check_weights(Path(job.model_name_or_path).expanduser())
     tokenizer = load_tokenizer(job.model_name_or_path)
     data = prepare_data(job, tokenizer)
+    config = load_config(spec.config)
+    grow_vocabulary(job, config, tokenizer, data)
     schedule = Schedule.of(job, len(data.train))
     check_scheduler(job, schedule.total_steps)
     check_boundaries(job, schedule)
@@ -73,7 +76,7 @@ def prepare(job: Job) -> PreparedRun:
     return PreparedRun(
         job=job,
         spec=spec,
-        config=load_config(spec.config),
+        config=config,
         tokenizer=tokenizer,
         data=data,
         workload=workload_of(job, data, tokenizer),

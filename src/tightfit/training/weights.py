@@ -53,13 +53,17 @@ class CheckpointWeights:
 
     Args:
         model: on the meta device; what is filled is told by its names.
+        grown: whether the model's vocabulary may have more rows than the files: each of those is
+            the mean of the rows there are, as transformers makes them but for its noise.
 
     Raises:
         ModelNotFoundError: there are no weights.
         InputError: they are broken, or those of another model.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+    def __init__(self, folder: Path, model: PreTrainedModel, *, grown: bool = False) -> None:
+        self._may_grow = _vocabulary(model) if grown else frozenset()
+        self._means: dict[str, torch.Tensor] = {}  # of rows, by names in the files
         self._folder = folder
         self._files = TensorReader(_files(folder))
         self._model = model
@@ -67,6 +71,16 @@ class CheckpointWeights:
         wanted = model.state_dict()
         recipes = _recipes(self._files.names, model, wanted)
         self._recipe_of = self._check(recipes, wanted)
+        self._wanted = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+
+    @property
+    def grows(self) -> bool:
+        """Whether the model has rows that the files have not."""
+        return any(
+            self._recipe_of[name].converter is None
+            and self._files.shape(self._recipe_of[name].sources[0][0]) != self._wanted[name]
+            for name in self._may_grow
+        )
 
     def __call__(self, name: str, values: torch.Tensor, region: Region) -> None:
         """Fill `values` with a region of the weight that the model calls `name`."""
@@ -74,11 +88,39 @@ class CheckpointWeights:
         if name not in self._made:
             self._made.clear()
         if recipe.converter is None:
-            values.copy_(self._files.read(recipe.sources[0][0], region))
+            self._read(recipe.sources[0][0], values, region)
             return
         if name not in self._made:
             self._made.update(self._convert(name, recipe, on_meta=False))
         values.copy_(self._made[name][region])
+
+    def _read(self, source: str, values: torch.Tensor, region: Region) -> None:
+        """Read a region of a tensor, beyond whose rows is their mean."""
+        rows = self._files.shape(source)[0] if values.dim() else 0
+        first, end = (region[0].start, region[0].stop) if values.dim() else (0, 0)
+        if end <= rows:
+            values.copy_(self._files.read(source, region))
+            return
+        there = max(0, rows - first)
+        if there:
+            values[:there].copy_(self._files.read(source, (slice(first, rows), *region[1:])))
+        if source not in self._means:
+            self._means[source] = self._mean(source, rows)
+        values[there:].copy_(self._means[source][region[1:]])
+
+    def _mean(self, source: str, rows: int) -> torch.Tensor:
+        """Of a tensor's rows, fp32."""
+        total = torch.zeros(self._files.shape(source)[1:], dtype=torch.float64)
+        for start in range(0, rows, _ROWS_COMPARED):
+            part = (slice(start, min(start + _ROWS_COMPARED, rows)),)
+            total += self._files.read(source, part).double().sum(0)
+        return (total / rows).float()
+
+    def _fits(self, name: str, found: tuple[int, ...] | None, wanted: torch.Size) -> bool:
+        """Whether a tensor of the files is one of the model."""
+        if found is None or name not in self._may_grow:
+            return found == tuple(wanted)
+        return found[1:] == tuple(wanted[1:]) and found[0] <= wanted[0]
 
     def _convert(self, name: str, recipe: _Recipe, *, on_meta: bool) -> dict[str, torch.Tensor]:
         """All weights that the recipe gives, whole."""
@@ -111,7 +153,7 @@ class CheckpointWeights:
             recipe_of |= dict.fromkeys(made, recipe)
         wrong = []
         for names in _tied(self._model, wanted):
-            found = [name for name in names if shapes.get(name) == tuple(wanted[name].shape)]
+            found = [n for n in names if self._fits(n, shapes.get(n), wanted[n].shape)]
             self._check_equal(found)
             recipe_of |= {name: recipe_of[found[0]] for name in names if found}
             wrong += [] if found else [names[0]]
@@ -138,6 +180,14 @@ class CheckpointWeights:
                         f"config.json in {self._folder} ties {names[0]} and {other}, which "
                         "differ in its weights; say tie_word_embeddings: false there"
                     )
+
+
+def _vocabulary(model: PreTrainedModel) -> frozenset[str]:
+    """The names of what has a row for each token."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    own = {parameter for end in ends for parameter in end.parameters(recurse=False)}
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if parameter in own)
 
 
 def _files(folder: Path) -> list[Path]:
