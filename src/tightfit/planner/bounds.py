@@ -10,7 +10,8 @@ at or above zero: one of k sequences takes k/m of it at least, and a larger one 
 leave does not depend on the loss, and is no less where fewer of them are computed again.
 Activations count on the tier where they wait.
 However data-parallel ranks share states out, each leaves as much; n tensor ranks leave a part of n
-at least, and a stage of a pipeline what `stage_bounds.py` says.
+at least, and more once two sizes of their groups were seen; a stage of a pipeline what
+`stage_bounds.py` says. `likely` is no bound: it says what a bill will be near to.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tightfit.bill.on_disk import SLOTS
 from tightfit.bill.table import Kind, Kinds, MemoryTable, Phase
 from tightfit.dry_run import DryRun
 from tightfit.planner.fractions import share_leaving, state_bytes
+from tightfit.planner.seen import Seen
 from tightfit.planner.stage_bounds import (
     SeenStage,
     StageBound,
@@ -36,11 +38,8 @@ from tightfit.policies import (
     AdapterPolicy,
     CheckpointingPolicy,
     LossKind,
-    LossPolicy,
-    PlacementPolicy,
     Policies,
     QuantisationPolicy,
-    ShardingPolicy,
     Tier,
 )
 
@@ -60,82 +59,6 @@ _LARGE = 64  # times the smallest tensor that leaves, beside which smaller ones 
 _Layers = tuple[CheckpointingPolicy, AdapterPolicy | None, QuantisationPolicy | None]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The kinds of a batch at one moment, and the micro-batch that they are of.
-
-    Attributes:
-        sharding: decides what is temporary beside what layers leave, and how much of that.
-        placement: decides which parameters are on the device then.
-        kinds: on the device.
-        of_layers: of the activations there, what certainly is not the loss's own; 0 in backward,
-            where a layer's are made again that the loss did not see, and of a stage's layers.
-        host_bytes: of activations that had left it.
-        parameter_bytes: on the device, whatever the batch.
-        collective_bytes: of gathered parameters and gradients, whatever the batch.
-        allocator_bytes: what a card's allocator could not hand out.
-    """
-
-    loss: LossPolicy
-    sharding: ShardingPolicy
-    placement: PlacementPolicy
-    sequences: int
-    kinds: dict[Kind, int]
-    of_layers: int
-    host_bytes: int
-    parameter_bytes: int
-    collective_bytes: int
-    allocator_bytes: int
-
-    def least_bytes(self, policies: Policies, parameter_bytes: int, gathered_bytes: int) -> int:
-        """What another micro-batch takes at the same moment, at least, and parameters that visit
-        the device then or are gathered.
-
-        Args:
-            parameter_bytes: that stay on it.
-            gathered_bytes: that are counted apart.
-        """
-        kinds, own, its = dict(self.kinds), self.placement, policies.placement
-        ways = (own.activations, own.prefetch), (its.activations, its.prefetch)
-        if its.activations is not Tier.DEVICE and ways[0] != ways[1]:
-            kinds.pop(Kind.ACTIVATIONS, None)
-        alike = _parameters_are(own) == _parameters_are(its)
-        visiting = max(0, self.parameter_bytes - parameter_bytes) if alike else 0
-        gathered = max(0, self.collective_bytes - gathered_bytes)
-        return int(sum(kinds.values()) * self._share(policies)) + visiting + gathered
-
-    def is_near(self, policies: Policies) -> bool:
-        """Whether no more than a smaller micro-batch and other states set it apart from them."""
-        placement = policies.placement
-        return (
-            self.sequences >= policies.batch.micro_batch_size
-            and _parameters_are(self.placement) == _parameters_are(placement)
-            and self.placement.activations is placement.activations
-        )
-
-    def likely_allocator_bytes(self, policies: Policies) -> int:
-        """What the allocator is likely to hold beside tensors, with a smaller micro-batch."""
-        return int(self.allocator_bytes * self._share(policies))
-
-    def least_of_layers(self, policies: Policies, replicated_bytes: float) -> int:
-        """The same of what layers leave, whatever the loss and however ranks divide the model.
-
-        Args:
-            replicated_bytes: of a sequence, that each tensor rank has.
-        """
-        fewer = self.sharding.tensor_parallel / policies.sharding.tensor_parallel
-        replicated = min(replicated_bytes * self.sequences, self.of_layers)
-        divided = (self.of_layers - replicated) * min(1.0, fewer)
-        return int((replicated + divided) * self._share(policies))
-
-    def least_host_bytes(self, policies: Policies) -> int:
-        """The same of activations that leave."""
-        return int(self.host_bytes * self._share(policies))
-
-    def _share(self, policies: Policies) -> float:
-        return min(1.0, policies.batch.micro_batch_size / self.sequences)
-
-
 @dataclass
 class LowerBounds:
     """Learns from every bill that is worked out.
@@ -145,7 +68,7 @@ class LowerBounds:
     """
 
     sequence_length: int
-    _seen: dict[_Layers, list[_Seen]] = field(default_factory=lambda: defaultdict(list))
+    _seen: dict[_Layers, list[Seen]] = field(default_factory=lambda: defaultdict(list))
     _stages: dict[_Layers, list[SeenStage]] = field(default_factory=lambda: defaultdict(list))
     _beside: dict[Hashable, dict[Tier, Kinds]] = field(default_factory=dict)
 
@@ -163,7 +86,7 @@ class LowerBounds:
             device = tiers.get(Tier.DEVICE, {})
             away = (tiers.get(tier, {}).get(Kind.ACTIVATIONS, 0) for tier in _HOST)
             self._seen[_layers(policies)].append(
-                _Seen(
+                Seen(
                     policies.loss,
                     policies.sharding,
                     policies.placement,
@@ -245,7 +168,7 @@ class LowerBounds:
         of_the_loss = self._least_of_the_loss(policies, run)
         return max(measured, layer, end + of_layers + of_the_loss)
 
-    def _of_same_loss(self, policies: Policies) -> Iterator[_Seen]:
+    def _of_same_loss(self, policies: Policies) -> Iterator[Seen]:
         """What was seen with the same loss on ranks that divide the model alike."""
         for one in self._seen[_layers(policies)]:
             if (one.loss, one.sharding) == (policies.loss, policies.sharding):
@@ -320,11 +243,6 @@ class LowerBounds:
 
     def _tokens(self, policies: Policies) -> int:
         return policies.batch.micro_batch_size * self.sequence_length
-
-
-def _parameters_are(placement: PlacementPolicy) -> tuple[Tier, float, int]:
-    """Decides which parameters visit the device, and when."""
-    return placement.parameters, placement.parameter_fraction, placement.prefetch
 
 
 def _visiting(policies: Policies, run: DryRun) -> tuple[int, int]:
