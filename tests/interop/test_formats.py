@@ -188,6 +188,7 @@ SAID: dict[str, Any] = {
     "model_name_or_path": "m", "finetuning_type": "lora", "quantization_bit": 4, "lora_rank": 3,
     "lora_alpha": 5.0, "lora_dropout": 0.5, "lora_target": "q_proj", "use_rslora": True,
     "use_dora": True, "additional_target": "lm_head", "resize_vocab": True,
+    "rope_scaling": "yarn",
     "dataset": "a.jsonl", "eval_dataset": "b.jsonl", "val_size": 0.25, "cutoff_len": 77,
     "overlong": "drop", "preview": 2,
     "sample_prompt": "Why?", "max_new_tokens": 9, "train_batch_size": 8,

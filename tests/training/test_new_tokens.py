@@ -72,7 +72,7 @@ def test_tokens_that_no_row_of_data_has_are_no_mistake(
 
 def test_a_new_row_is_the_mean_of_those_there_are(model: Path) -> None:
     rows = len(load_file(model / "model.safetensors")["model.embed_tokens.weight"])
-    opened, weights = open_model(model, torch.float32, rows + 3)
+    opened, weights = open_model(model, torch.float32, {"vocab_size": rows + 3})
     by_transformers = AutoModelForCausalLM.from_pretrained(model)
     by_transformers.resize_token_embeddings(rows + 3)
     expected = by_transformers.get_input_embeddings().weight.detach()

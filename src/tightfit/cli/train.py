@@ -120,6 +120,8 @@ def _show_facts(console: Console, prepared: PreparedRun) -> None:
         console.print(Text(line), soft_wrap=True)
     for line in prepared.data.report.lines():
         console.print(Text(line), soft_wrap=True)
+    if prepared.too_long is not None:
+        console.print(Text(prepared.too_long, style="yellow"), soft_wrap=True)
     if prepared.resume_from is not None:
         said = f"resuming from {prepared.resume_from}: {prepared.steps_done} steps are done"
         console.print(Text(said), soft_wrap=True)

@@ -199,7 +199,8 @@ def check_length(fields: ConfigFields, tokens: int) -> str | None:
         )
     return (
         f"{tokens} tokens are more than the {positions} positions the model was made for; "
-        "memory is counted all the same, but it has learned nothing about such distances"
+        "memory is counted all the same, but it has learned nothing about such distances, and its "
+        "answers there are often worthless: set cutoff_len to as many, or rope_scaling: yarn"
     )
 
 

@@ -149,6 +149,11 @@ class Job(BaseModel):
         "`norm` is every norm. Of a tied model one end is both.",
     )
 
+    rope_scaling: Literal["linear", "dynamic", "yarn"] | None = Field(
+        None,
+        description="How rotary positions are scaled where `cutoff_len` is beyond those that the "
+        "model was made for; by the next whole factor.",
+    )
     resize_vocab: bool = Field(
         False,
         description="Give the embedding and the output layer rows for tokens that the tokenizer "

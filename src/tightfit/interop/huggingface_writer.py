@@ -36,7 +36,7 @@ _SAME = (
 )  # fmt: skip
 _SAME_IN_FACTORY = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "cutoff_len", "dataset",
-    "eval_dataset", "val_size", "resize_vocab",
+    "eval_dataset", "val_size", "resize_vocab", "rope_scaling",
 )  # fmt: skip
 _LORA = (
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora",

@@ -16,7 +16,7 @@ SAME = (
     "model_name_or_path", "finetuning_type", "quantization_bit", "lora_rank", "lora_alpha",
     "lora_dropout", "lora_target", "use_rslora", "use_dora", "additional_target", "eval_dataset",
     "val_size", "cutoff_len", "flash_attn", "max_new_tokens", "offload_folder", "master_addr",
-    "master_port", "model_max_length", "resize_vocab",
+    "master_port", "model_max_length", "resize_vocab", "rope_scaling",
 )  # fmt: skip
 
 _NOTES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -149,7 +149,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "split_special_tokens": ("the tokenizer stays as it is", ()),
     "add_tokens": ("save the tokenizer with them, and say resize_vocab: true", ()),
     "add_special_tokens": ("save the tokenizer with them, and say resize_vocab: true", ()),
-    "rope_scaling": ("write it into the model's config.json", ()),
     "shift_attn": ("attention is the model's own", ()),
     "mixture_of_depths": ("layers are the model's own", ()),
     "use_unsloth": ("any model of transformers is trained as it is; leave it out", ()),

@@ -171,9 +171,11 @@ def _build(
     if path is None or is_adapter(path):
         path = Path(run.job.model_name_or_path).expanduser()
     # What a job has resized its config says, and a checkpoint of it already has.
-    vocabulary = int(run.config.get_text_config().vocab_size) if run.job.resize_vocab else None
+    changed = dict(run.positions)
+    if run.job.resize_vocab:
+        changed["vocab_size"] = run.config.get_text_config().vocab_size
     dtype = DTYPES[plan.policies.precision.parameters]
-    model, weights = open_model(path, dtype, vocabulary)
+    model, weights = open_model(path, dtype, changed)
     if weights.grows:
         check_trains_ends(model, plan.policies.adapter)
     engine = fit(

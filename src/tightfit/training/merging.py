@@ -138,13 +138,13 @@ class _Merging:
     @classmethod
     def open(cls, saved: SavedAdapter, base: str, precision: str, bits: int | None) -> _Merging:
         """Open the base twice, without values: as it is written, and as it computes."""
-        dtype, rows = _type_of(base, precision), None
+        dtype, changed = _type_of(base, precision), {}
         plain, weights = open_model(base, dtype)
         resized = saved.rows_of(_path(plain, _ends(plain)[0]))
         if resized > plain.config.get_text_config().vocab_size:
-            rows = resized
-            plain, weights = open_model(base, dtype, rows)
-        computing, _ = open_model(base, torch.float32, rows)
+            changed = {"vocab_size": resized}
+            plain, weights = open_model(base, dtype, changed)
+        computing, _ = open_model(base, torch.float32, changed)
         values = _base_values(computing, weights, bits)
         embedding, head = (_path(plain, end) for end in _ends(plain))
         tied = len({end.weight for end in _ends(plain)}) == 1

@@ -6,7 +6,9 @@ Does not know plans or data.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -21,12 +23,13 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 def open_model(
-    path: Path | str, dtype: torch.dtype, vocabulary: int | None = None
+    path: Path | str, dtype: torch.dtype, changed: Mapping[str, Any] | None = None
 ) -> tuple[PreTrainedModel, CheckpointWeights]:
     """The model in `path`, a folder or a name that is in the Hub cache, on the meta device.
 
     Args:
-        vocabulary: rows of its embedding and output layer, where more are wanted than it has.
+        changed: fields of its config, of its text part, that are to be others: `vocab_size` for
+            more rows of its embedding and output layer than it has, or rotary positions.
 
     Returns:
         The model, and what `fit` fills its parameters with.
@@ -38,14 +41,14 @@ def open_model(
     ledger.set_phase(Phase.LOAD)
     folder = model_folder(str(path))
     config = AutoConfig.from_pretrained(folder)
-    if vocabulary is not None:
-        config.get_text_config().vocab_size = vocabulary
+    changed = changed or {}
+    config.get_text_config().update(changed)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.name_or_path = config._name_or_path = str(path)
     if (folder / _GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, CheckpointWeights(folder, model, grown=vocabulary is not None)
+    return model, CheckpointWeights(folder, model, grown="vocab_size" in changed)
 
 
 def check_weights(path: Path) -> None:

@@ -5,13 +5,16 @@ Reads everything but the weights, changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tightfit.dry_run.config import load_config
 from tightfit.errors import ConfigError, ModelNotFoundError
+from tightfit.facts.config_checks import check_length
 from tightfit.facts.hardware import Hardware
 from tightfit.facts.job import Job
 from tightfit.facts.model_spec import ModelSpec, load_model_spec
@@ -21,6 +24,7 @@ from tightfit.training.adapting import check_boundaries
 from tightfit.training.batches import average_padded_length
 from tightfit.training.checkpoint import read_progress
 from tightfit.training.evaluation import prompt_tokens
+from tightfit.training.long_context import scaled_positions
 from tightfit.training.loop import Schedule, check_scheduler
 from tightfit.training.model import check_weights
 from tightfit.training.new_tokens import grow_vocabulary
@@ -31,7 +35,12 @@ from tightfit.training.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Everything that is known before anything is decided."""
+    """Everything that is known before anything is decided.
+
+    Attributes:
+        positions: fields of the config that the job has changed for longer sequences.
+        too_long: what must be said about the longest one; None where nothing.
+    """
 
     job: Job
     spec: ModelSpec
@@ -39,6 +48,8 @@ class PreparedRun:
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
     workload: Workload
+    positions: Mapping[str, Any]
+    too_long: str | None
     hardware: Hardware
     output_dir: Path
     resume_from: Path | None
@@ -65,6 +76,9 @@ def prepare(job: Job) -> PreparedRun:
     data = prepare_data(job, tokenizer)
     config = load_config(spec.config)
     grow_vocabulary(job, config, tokenizer, data)
+    positions = scaled_positions(job, spec, config)
+    config.get_text_config().update(positions)
+    workload = workload_of(job, data, tokenizer)
     schedule = Schedule.of(job, len(data.train))
     check_scheduler(job, schedule.total_steps)
     check_boundaries(job, schedule)
@@ -79,7 +93,9 @@ def prepare(job: Job) -> PreparedRun:
         config=config,
         tokenizer=tokenizer,
         data=data,
-        workload=workload_of(job, data, tokenizer),
+        workload=workload,
+        positions=positions,
+        too_long=None if positions else check_length(spec, workload.sequence_length),
         hardware=usable_hardware(output_dir),
         output_dir=output_dir,
         resume_from=resume_from,
