@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tests.taken import chequered
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -33,8 +34,7 @@ DORA = AdapterPolicy(rank=2, dora=True)
 OPTIMIZER = OptimizerPolicy(learning_rate=1e-2, max_grad_norm=0.0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize(("precision", "loaded"), chequered(["bf16", "fp32"], [True, False]))
 def test_it_is_pefts(
     make_model: Make,
     make_batch: Make,

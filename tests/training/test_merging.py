@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tests.taken import every
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -135,7 +136,9 @@ def test_of_a_tied_model_only_the_intended_matrix_changes(
     assert wrong.abs().max() > 10 * found.allowed
 
 
-@pytest.mark.parametrize("ends", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize(
+    "ends", every(3, [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+)
 def test_whole_ends_that_peft_has_untied_are_untied(
     base: Callable[..., Path], ends: list[str]
 ) -> None:
@@ -146,8 +149,8 @@ def test_whole_ends_that_peft_has_untied_are_untied(
 
 @pytest.mark.parametrize(
     ("stored", "precision", "written"),
-    [("bfloat16", "auto", torch.bfloat16), ("bfloat16", "fp32", torch.float32),
-     ("float32", "bf16", torch.bfloat16)],
+    every(3, [("bfloat16", "auto", torch.bfloat16), ("bfloat16", "fp32", torch.float32),
+              ("float32", "bf16", torch.bfloat16)]),
 )  # fmt: skip
 def test_types(
     base: Callable[..., Path], stored: str, precision: str, written: torch.dtype

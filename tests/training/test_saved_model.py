@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tests.taken import every
 from transformers import AutoModelForCausalLM
 
 from tightfit.engine.engine import Engine
@@ -34,10 +35,13 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"use_rslora": True, "additional_target": "embed_tokens,norm"},
-        {"additional_target": "lm_head", "precision": "bf16", "quantization_bit": 4},
-    ],
+    every(
+        2,
+        [
+            {"use_rslora": True, "additional_target": "embed_tokens,norm"},
+            {"additional_target": "lm_head", "precision": "bf16", "quantization_bit": 4},
+        ],
+    ),
 )
 def test_peft_loads_a_checkpoint(
     run_job: RunJob, engines: list[Engine], keys: dict[str, Any]
