@@ -99,7 +99,8 @@ def cluster(
 
 LLAMA_7B, LLAMA_13B = "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-13b-hf"
 LLAMA_70B, LLAMA_405B = "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-405B"
-QWEN_7B, GEMMA_9B = "Qwen/Qwen2.5-7B", "google/gemma-2-9b"
+QWEN_7B, QWEN_32B = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B"
+GEMMA_9B = "google/gemma-2-9b"
 ADAPTERS = {"allow": ["lora", "qlora"]}
 QLORA = {"finetuning_type": "lora", "quantization_bit": 4}
 CHECKPOINTED = {"gradient_checkpointing": True}
@@ -204,11 +205,11 @@ RULES = [
         "cards still short with ZeRO-3: tensor or pipeline parallelism on top",
         (
             job(
-                LLAMA_70B,
+                QWEN_32B,
                 "8xh200",
                 "none",
                 8,
-                cutoff_len=32768,
+                cutoff_len=98304,  # with ZeRO-3 alone 27 GiB too many
                 offload_optimizer="none",
                 offload_param="none",
                 offload_activations=False,
@@ -300,8 +301,8 @@ RULES = [
         unfit=True,
     ),
     Rule(
-        "QLoRA of Qwen2.5-7B on 10 GB, where the base alone is 5.5 GB",
-        (job(QWEN_7B, "rtx-3080", "32GiB", 1, cutoff_len=512, **QLORA),),
+        "QLoRA of Qwen2.5-7B with checkpointing on 10 GB, where the base alone is 5.5 GB",
+        (job(QWEN_7B, "rtx-3080", "32GiB", 1, cutoff_len=512, **CHECKPOINTED, **QLORA),),
         lambda one: 5.3e9 < one.parameter_bytes < 5.8e9,
     ),
     Rule(
