@@ -72,12 +72,14 @@ class Rule:
     Attributes:
         holds: of what became of the jobs, in their order.
         unfit: whether it is about a job that nothing fits.
+        but: why it does not come out, where it does not.
     """
 
     said: str
     jobs: tuple[Keys, ...]
     holds: Callable[..., bool] = field(compare=False)
     unfit: bool = False
+    but: str = ""
 
     def comes_out(self, *found: Found) -> bool:
         """Whether the plans of its jobs follow it."""
@@ -251,6 +253,7 @@ RULES = [
             job(QWEN_7B, "rtx-4090", "128GiB"),
         ),
         lambda two, one: two.seconds > one.seconds,
+        but="a step of both is predicted to be shorter even over eight lanes each",
     ),
     Rule(
         "consumer cards on PCIe: no tensor parallelism",
@@ -276,6 +279,7 @@ RULES = [
         "tensor parallelism inside an NVLink machine for very wide layers",
         (cluster(LLAMA_405B, 128, "8x400Gb", 1024),),
         lambda one: 1 < tensor(one) <= 8,
+        but="what ZeRO-3 gathers is hidden by computing",
     ),
     Rule(
         "NVMe only when RAM is short too",
