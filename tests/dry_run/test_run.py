@@ -192,9 +192,9 @@ STAGED: list[dict[str, Any]] = [
 ]
 
 
-# Each way in one order here, in all others in the long proof.
+# Each order in one way here, in all others in the long proof.
 IN_ORDER = [
-    pytest.param(way, order, marks=[] if i % len(ORDERS) == j else pytest.mark.slow)
+    pytest.param(way, order, marks=[] if (i, j) in ((1, 1), (3, 0), (2, 2)) else pytest.mark.slow)
     for i, way in enumerate(STAGED)
     for j, order in enumerate(ORDERS)
 ]
