@@ -28,7 +28,7 @@ from tightfit.engine.tensor_plan import is_adapted
 from tightfit.errors import ConfigError, UnsupportedError
 from tightfit.policies import AdapterPolicy
 
-_ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 
 
 def check_whole_modules(
@@ -159,7 +159,7 @@ def _save_with_modules(
     """peft's `save_pretrained`, which knows no module but the copies that it makes itself."""
     save(folder, **named)
     values = adapted.state_dict()
-    path = Path(folder) / _ADAPTER_FILE
+    path = Path(folder) / ADAPTER_FILE
     whole = {name: values[name].contiguous().clone() for name in whole_parameters(adapted)}
     save_file({**load_file(path), **whole}, path, {"format": "pt"})
 

@@ -21,14 +21,20 @@ from transformers import PreTrainedModel
 
 from tightfit.engine.adapter import import_library
 from tightfit.engine.tensor_plan import is_adapted
+from tightfit.engine.whole_modules import ADAPTER_FILE
 from tightfit.errors import InputError, UnsupportedError
 from tightfit.training.saved_model import adapters_by_saved_name
-from tightfit.training.streamed_forward import Values, fetch, give_up, places_in, plain_name
+from tightfit.training.streamed_forward import (
+    PEFT_PREFIX,
+    Values,
+    fetch,
+    give_up,
+    places_in,
+    plain_name,
+)
 from tightfit.training.tensor_file import TensorReader
 
-ADAPTER_FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,12 @@ class SavedAdapter:
 
     def rows_of(self, path: str) -> int:
         """Of the matrix that it has in the place of the one at `path` of the base; 0 if none."""
-        whole = f"{_PREFIX}{path}.weight"
+        whole = f"{PEFT_PREFIX}{path}.weight"
         return self.files.shape(whole)[0] if whole in self.files.names else 0
 
     def touches(self, path: str) -> bool:
         """Whether it has anything for the module at `path` of the base."""
-        return any(name.startswith(f"{_PREFIX}{path}.") for name in self.files.names)
+        return any(name.startswith(f"{PEFT_PREFIX}{path}.") for name in self.files.names)
 
     def unties(self, embedding: str, head: str) -> bool:
         """Whether the output layer of a model in which it is the embedding is not, with this.
@@ -92,7 +98,7 @@ class SavedAdapter:
         """
         if not (self.touches(embedding) or self.touches(head)):
             return False
-        whole = [f"{_PREFIX}{path}.weight" for path in (embedding, head)]
+        whole = [f"{PEFT_PREFIX}{path}.weight" for path in (embedding, head)]
         if set(whole) <= set(self.files.names):
             return not torch.equal(*map(self.files.read, whole))
         if getattr(self.config, "ensure_weight_tying", False):

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from tightfit import ledger
 from tightfit.bill.table import Kind, Phase
 from tightfit.engine.engine import Engine
+from tightfit.engine.whole_modules import ADAPTER_FILE
 from tightfit.errors import ConfigError, OtherRankError, TrainingError
 from tightfit.facts.disk import writing
 from tightfit.facts.job import Job
@@ -53,7 +54,6 @@ from tightfit.training.tensor_file import Entry, TensorReader, TensorWriter, lay
 
 _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILE = "optimizer.safetensors"
-_ADAPTER_FILE = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _write(
     engine.drain()
     saved = SavedModel.of(engine)
     entries = {
-        _ADAPTER_FILE if is_adapted(engine) else WEIGHTS_FILE: all_entries(saved.entries),
+        ADAPTER_FILE if is_adapted(engine) else WEIGHTS_FILE: all_entries(saved.entries),
         **({_OPTIMIZER_FILE: all_entries(_kept_entries(engine))} if with_optimizer else {}),
     }
     files = {temporary / name: laid for name, laid in split_files(entries).items()}
@@ -217,7 +217,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 def is_adapter(checkpoint: Path) -> bool:
     """Whether the checkpoint holds adapters instead of a model."""
-    return (checkpoint / _ADAPTER_FILE).exists()
+    return (checkpoint / ADAPTER_FILE).exists()
 
 
 @torch.no_grad()
@@ -241,6 +241,6 @@ def restore(checkpoint: Path, engine: Engine, progress: Progress) -> None:
 
 
 def _restore_adapter(checkpoint: Path, engine: Engine) -> None:
-    files = TensorReader([checkpoint / _ADAPTER_FILE])
+    files = TensorReader([checkpoint / ADAPTER_FILE])
     for name, parameter in adapters_by_saved_name(engine.model).items():
         engine.load_values(parameter, files.read_part(name, parameter))

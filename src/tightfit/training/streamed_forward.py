@@ -18,7 +18,7 @@ from tightfit.engine.tensor_plan import is_adapted
 
 Values = Callable[[str], torch.Tensor]  # of a parameter, by its name in the model of transformers
 _Places = list[tuple[nn.Module, str, str]]  # a module, its parameter's name there, and in the model
-_PREFIX = "base_model.model."  # of peft's model
+PEFT_PREFIX = "base_model.model."  # of names in peft's model
 _INSIDE = (".base_layer", ".original_module")  # what peft puts around a module
 
 
@@ -68,7 +68,7 @@ def plain_name(name: str) -> str:
     """A parameter's name in the model of transformers from that in peft's model."""
     for inside in _INSIDE:
         name = name.replace(inside, "")
-    return name.removeprefix(_PREFIX)
+    return name.removeprefix(PEFT_PREFIX)
 
 
 def _visited(root: nn.Module) -> Iterator[tuple[nn.Module, _Places]]:
