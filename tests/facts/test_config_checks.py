@@ -200,6 +200,14 @@ def test_a_table_of_positions_ends(name: str, positions: int) -> None:
         check_length(spec, positions + 1)
 
 
+def test_a_job_that_scales_positions_need_not_be_told_to() -> None:
+    rotary, table = (load_model_spec(name, Path("/nowhere")) for name in ("Qwen/Qwen3-8B", "gpt2"))
+    assert check_length(rotary, 40961)
+    assert check_length(rotary, 40961, scaled=True) is None
+    with pytest.raises(InputError, match="table of 1024 positions"):
+        check_length(table, 1025, scaled=True)
+
+
 def test_rotary_scaling_gives_more_positions() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = TINY | {"max_position_embeddings": 32768}

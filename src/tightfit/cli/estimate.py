@@ -62,7 +62,7 @@ def run(
 
         check_picture_path(picture)
     spec = load_model_spec(job.model_name_or_path).text_part()
-    too_long = check_length(spec, job.cutoff_len)
+    too_long = check_length(spec, job.cutoff_len, scaled=job.rope_scaling is not None)
     workload = planned_workload(job)
     found = estimate_job(job, spec.config, workload, usable_hardware(Path()))
     rows, refused = compare_ways(found, spec.config, workload) if compare else ([], [])

@@ -47,7 +47,7 @@ def run(
     job = with_all_cards(job)
     hardware = usable_hardware(Path(job.output_dir or "."))
     spec = load_model_spec(job.model_name_or_path)
-    too_long = check_length(spec, job.cutoff_len)
+    too_long = check_length(spec, job.cutoff_len, scaled=job.rope_scaling is not None)
     with planning_status() as observe, _shortage_as_json(as_json=as_json):
         plan = plan_job(job, spec.config, planned_workload(job), hardware, observe=observe)
         bought = list(_purchases(job, spec, hardware, plan, observe)) if buying else None

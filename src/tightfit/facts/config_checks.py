@@ -183,8 +183,11 @@ def _single(fields: ConfigFields, key: str) -> int | None:
     return None if isinstance(value, list) else fields.optional_number(key, minimum=0)
 
 
-def check_length(fields: ConfigFields, tokens: int) -> str | None:
+def check_length(fields: ConfigFields, tokens: int, *, scaled: bool = False) -> str | None:
     """What must be said about sequences of so many tokens; None when there is nothing.
+
+    Args:
+        scaled: whether the job scales the model's positions for them.
 
     Raises:
         InputError: the model has a table of positions that ends before.
@@ -197,6 +200,8 @@ def check_length(fields: ConfigFields, tokens: int) -> str | None:
             f"{tokens} tokens do not fit: {fields.name} has a table of {positions} positions; "
             f"set cutoff_len to {positions} or less"
         )
+    if scaled:
+        return None
     return (
         f"{tokens} tokens are more than the {positions} positions the model was made for; "
         "memory is counted all the same, but it has learned nothing about such distances, and its "

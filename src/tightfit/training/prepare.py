@@ -95,7 +95,7 @@ def prepare(job: Job) -> PreparedRun:
         data=data,
         workload=workload,
         positions=positions,
-        too_long=None if positions else check_length(spec, workload.sequence_length),
+        too_long=check_length(spec, workload.sequence_length, scaled=job.rope_scaling is not None),
         hardware=usable_hardware(output_dir),
         output_dir=output_dir,
         resume_from=resume_from,
